@@ -1,0 +1,1 @@
+"""Presets (YAML) and the typed description of every setting."""

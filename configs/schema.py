@@ -1,0 +1,345 @@
+"""The typed description of every setting, and how a YAML file becomes one.
+
+`load_config` reads a preset, applies `--set a.b=value` overrides and validates the whole. Unknown keys are
+refused by name. Settings carry the defaults of ALBERT-base v2 as published, so a preset only says what differs.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Path_ = Annotated[str, AfterValidator(lambda path: absolute_path(path))]
+
+DEEPSPEED_GENERATED_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+    "zero_allow_untested_optimizer",
+)
+
+
+class ConfigError(ValueError):
+    """A configuration, or a state of files it names, that cannot be used; its text is one line with a remedy."""
+
+
+def absolute_path(path: str) -> str:
+    """`path` made absolute against the working directory; URLs (`s3://…`) and the empty string stay as they are."""
+    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputConfig(Section):
+    """One source of documents; several may be mixed."""
+
+    kind: Literal["text", "jsonl", "parquet", "wikiextractor", "docstrings"]
+    path: str = Field(min_length=1, description="a glob; for docstrings, names of installed packages")
+    text_field: str = "text"
+    document_per: Literal["block", "file"] = "block"
+
+    @model_validator(mode="after")
+    def _make_path_absolute(self) -> Self:
+        if self.kind != "docstrings":
+            object.__setattr__(self, "path", absolute_path(self.path))
+        return self
+
+
+class VocabularyConfig(Section):
+    size: Annotated[int, Field(ge=32)] = 30000
+    model: Path_ | None = Field(None, description="an existing spiece.model to use instead of training one")
+    character_coverage: Annotated[float, Field(gt=0.9, le=1)] = 0.99995
+    sample_sentences: PositiveInt = 1_000_000
+
+
+class FiltersConfig(Section):
+    """Documents outside these bounds are dropped and counted by reason; null switches a filter off."""
+
+    min_words: PositiveInt | None = None
+    max_nonletter_fraction: Probability | None = None
+
+
+class MaskingConfig(Section):
+    mode: Literal["dynamic", "static"] = "dynamic"
+    copies: PositiveInt = Field(1, description="static masking: how many differently masked copies of each example")
+    probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    max_predictions: PositiveInt | None = Field(None, description="default: round(probability * data.max_length)")
+    ngram: Annotated[int, Field(ge=1, le=10)] = 3
+    whole_word: bool = True
+
+
+class DataConfig(Section):
+    output: Path_
+    inputs: Annotated[tuple[InputConfig, ...], Field(min_length=1)]
+    language: str = "en"
+    lower_case: bool = True
+    strip_accents: bool = True
+    deduplicate: bool = True
+    filters: FiltersConfig = FiltersConfig()
+    max_bad_fraction: Probability = 0.01
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    shards: PositiveInt = 8
+    vocab: VocabularyConfig = VocabularyConfig()
+    max_length: Annotated[int, Field(ge=8, le=65535)] = 512
+    short_probability: Probability = 0.1
+    sentence_objective: Literal["sop", "nsp", "none"] = "sop"
+    resample_order: bool | None = Field(
+        None, description="SOP: draw the order anew each epoch; default: with dynamic masks"
+    )
+    masking: MaskingConfig = MaskingConfig()
+
+    @model_validator(mode="after")
+    def _fill_defaults(self) -> Self:
+        masking = self.masking
+        if masking.max_predictions is None:
+            masking = masking.model_copy(
+                update={"max_predictions": max(1, round(masking.probability * self.max_length))}
+            )
+            object.__setattr__(self, "masking", masking)
+        if self.resample_order is None:
+            object.__setattr__(self, "resample_order", self.sentence_objective == "sop" and masking.mode == "dynamic")
+        if self.resample_order and (self.sentence_objective != "sop" or masking.mode == "static"):
+            raise ValueError("resample_order needs sentence_objective: sop and masking.mode: dynamic")
+        if masking.copies > 1 and masking.mode == "dynamic":
+            raise ValueError("masking.copies above 1 needs masking.mode: static")
+        return self
+
+
+class ModelConfig(Section):
+    """The shape of the model, under Hugging Face's names. The vocabulary size comes from the data."""
+
+    hidden_size: PositiveInt = 768
+    embedding_size: PositiveInt = 128
+    num_hidden_layers: PositiveInt = 12
+    num_attention_heads: PositiveInt = 12
+    intermediate_size: PositiveInt = 3072
+    hidden_act: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
+    share: Literal["all", "attention", "ffn", "none"] = "all"
+    num_hidden_groups: PositiveInt = 1
+    max_position_embeddings: PositiveInt = 512
+    type_vocab_size: Literal[2] = 2
+    hidden_dropout_prob: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    attention_probs_dropout_prob: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-12
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_hidden_groups > self.num_hidden_layers:
+            raise ValueError(
+                f"num_hidden_groups {self.num_hidden_groups} exceeds num_hidden_layers {self.num_hidden_layers}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """LAMB as the paper's code defines it, or AdamW from torch. `clamp` and `bias_correction` reach other LAMBs."""
+
+    name: Literal["lamb", "adamw"] = "lamb"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-6
+    bias_correction: bool = False
+    clamp: tuple[float, float] | None = Field(None, description="bounds of LAMB's trust ratio")
+
+
+class EvaluateConfig(Section):
+    every: PositiveInt = 1000
+    batches: PositiveInt | None = Field(None, description="global batches of validation examples; default: all of them")
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = 1000
+    keep: PositiveInt = 3
+
+
+class TrainingConfig(Section):
+    output: Path_
+    init_from: Path_ | None = None
+    processes_per_node: PositiveInt | Literal["auto"] = "auto"
+    global_batch_size: PositiveInt = 4096
+    micro_batch_tokens: PositiveInt = 16384
+    steps: PositiveInt = 125_000
+    stop_after: PositiveInt | None = None
+    warmup_steps: NonNegativeInt = 3125
+    learning_rate: Annotated[float, Field(gt=0)] = 0.00176
+    optimizer: OptimizerConfig = OptimizerConfig()
+    gradient_clipping: Annotated[float, Field(ge=0)] = Field(1.0, description="global norm; 0 switches it off")
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    activation_checkpointing: bool = False
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    deepspeed: dict[str, Any] = Field({}, description="merged into the generated DeepSpeed configuration")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
+        if self.precision == "fp16" and self.zero_stage == 0:
+            raise ValueError("precision fp16 does not work at zero_stage 0 (DeepSpeed leaves the loss unscaled): use 1")
+        generated = sorted(set(self.deepspeed) & set(DEEPSPEED_GENERATED_KEYS))
+        if "stage" in self.deepspeed.get("zero_optimization", {}):
+            generated.append("zero_optimization.stage")
+        if generated:
+            raise ValueError(
+                f"deepspeed.{generated[0]} is generated from the other settings (global_batch_size, "
+                "micro_batch_tokens, optimizer, precision, zero_stage, gradient_clipping): set those"
+            )
+        return self
+
+
+class TrackingConfig(Section):
+    uri: str = "sqlite:///runs/mlflow.db"
+    experiment: str = "albert"
+
+    @model_validator(mode="after")
+    def _make_uri_absolute(self) -> Self:
+        prefix = "sqlite:///"
+        if self.uri.startswith(prefix):
+            object.__setattr__(self, "uri", prefix + absolute_path(self.uri[len(prefix) :]))
+        return self
+
+
+class Config(Section):
+    name: Annotated[str, Field(min_length=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Self:
+        if self.data.max_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"data.max_length {self.data.max_length} exceeds model.max_position_embeddings "
+                f"{self.model.max_position_embeddings}"
+            )
+        if self.training.micro_batch_tokens < self.data.max_length:
+            raise ValueError(
+                f"training.micro_batch_tokens {self.training.micro_batch_tokens} does not hold one example of "
+                f"data.max_length {self.data.max_length}"
+            )
+        return self
+
+
+def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
+    """The validated configuration in the YAML file `path`, with `a.b=value` overrides applied in order.
+
+    Values of overrides are YAML; positions in lists are dotted (`data.inputs.0.path=…`). Raises `ConfigError`.
+    """
+    file = Path(path)
+    if not file.is_file():
+        presets = ", ".join(sorted(f"configs/{preset.name}" for preset in Path(__file__).parent.glob("*.yaml")))
+        raise ConfigError(f"config file {path} not found; presets: {presets}")
+    try:
+        tree = OmegaConf.load(file)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"{path} must hold a mapping of sections (name, data, model, training, tracking)")
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--set {override!r} must have the form key.path=value")
+        try:
+            parsed = OmegaConf.create(f"value: {value}") if value.strip() else OmegaConf.create({"value": None})
+            OmegaConf.update(tree, key.strip(), parsed["value"], merge=False)
+        except (YAMLError, OmegaConfBaseException, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise ConfigError(f"--set {override!r} cannot be applied: {_one_line(error)}") from None
+    try:
+        content = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    return validate_config(content, source=str(path))
+
+
+def validate_config(content: dict, source: str) -> Config:
+    """`content` (plain dicts and lists) as a `Config`; errors name the key, and `source`, in one line."""
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_describe(item) for item in error.errors())) from None
+
+
+def resolved(config: Section) -> dict:
+    """`config` as plain JSON-serialisable dicts and lists, defaults included."""
+    return config.model_dump(mode="json")
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    """A nested dict as one level of dotted keys; lists are values."""
+    items: dict = {}
+    for key, value in tree.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return items
+
+
+def fingerprint(content: Any) -> str:
+    """A hexadecimal digest of JSON-serialisable `content` that does not depend on the order of keys."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def exit_with_error(error: Exception | str) -> NoReturn:
+    """Print `error` as one line on stderr and exit with code 2."""
+    print(f"error: {_one_line(error)}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command-line `command`; a `ConfigError` ends the process in one line and exit code 2."""
+    try:
+        command()
+    except ConfigError as error:
+        exit_with_error(error)
+
+
+def _one_line(error: Exception | str) -> str:
+    return " ".join(str(error).split())
+
+
+def _describe(item: dict) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(item['loc'])}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _suggestion(location: tuple) -> str:
+    from difflib import get_close_matches
+
+    section: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        section = next((arg for arg in getattr(annotation, "__args__", ()) if hasattr(arg, "model_fields")), annotation)
+    known = list(section.model_fields)
+    matches = get_close_matches(str(location[-1]), known, n=1)
+    return f" (did you mean {matches[0]}?)" if matches else f" (known here: {', '.join(known)})"

@@ -1,0 +1,1 @@
+"""From raw text to a vocabulary and sharded pretraining examples."""

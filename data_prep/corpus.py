@@ -1,0 +1,328 @@
+"""Where documents come from: inputs are listed, parted into units of work, and read one document at a time.
+
+A unit is a byte range of a plain file, a whole compressed or parquet file, or some modules of a package. Which unit a
+document falls into never shows in the document, so units may be cut anywhere.
+"""
+
+import ast
+import importlib.util
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from configs.schema import ConfigError, InputConfig, fingerprint
+from data_prep.files import sha256_of
+
+UNIT_BYTES = 16 * 2**20
+MODULES_BYTES = 2 * 2**20
+"""Python source per unit: parsing it is the slow part."""
+COMPRESSED = (".gz", ".bz2", ".zst")
+WIKI_BEGIN = re.compile(rb"\s*<doc [^>]*>\s*$")
+DOCTEST = re.compile(r"^\s*>>>", re.MULTILINE)
+RULE = re.compile(r"^\W+$")
+
+
+class Document(NamedTuple):
+    """A document's text, or the kind of problem that made the record unreadable; `place` says where it stands."""
+
+    text: str
+    place: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file, or for docstrings an installed package with its modules' paths relative to it.
+
+    `name` is its path below the folder that the glob fixes: with it documents are told apart, wherever that lies.
+    """
+
+    settings: InputConfig
+    path: str
+    name: str
+    bytes: int
+    identity: str
+    modules: tuple[str, ...] = ()
+
+    def sha256(self) -> str:
+        """The file's sha256; a package's is that of its modules' digests and names, as `sha256sum` prints them."""
+        if self.settings.kind != "docstrings":
+            return sha256_of(self.path)
+        return fingerprint([[sha256_of(os.path.join(self.path, module)), module] for module in self.modules])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work: bytes [begin, end) of a plain file, modules [begin, end) of a package, else the whole."""
+
+    source: Source
+    begin: int
+    end: int
+    bytes: int
+
+    @property
+    def identity(self) -> str:
+        return fingerprint([self.source.identity, self.begin, self.end])
+
+
+def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
+    """Every input file and package, in a fixed order; raises `ConfigError` where an entry matches nothing."""
+    sources = []
+    for position, settings in enumerate(inputs):
+        key = f"data.inputs.{position}.path"
+        if settings.kind == "docstrings":
+            sources += [_package(settings, name, key) for name in settings.path.replace(",", " ").split()]
+            continue
+        matches = sorted(path for path in glob(settings.path, recursive=True) if os.path.isfile(path))
+        if not matches:
+            raise ConfigError(f"{key}: no file matches {settings.path}")
+        for path in matches:
+            state = os.stat(path)
+            identity = fingerprint([settings.model_dump(mode="json"), path, state.st_size, state.st_mtime_ns])
+            name = os.path.relpath(path, _fixed_folder(settings.path))
+            sources.append(Source(settings, path, name, state.st_size, identity))
+    return sources
+
+
+def _fixed_folder(pattern: str) -> str:
+    """The folder of `pattern` before its first wildcard."""
+    folder = os.path.dirname(pattern)
+    while has_magic(folder):
+        folder = os.path.dirname(folder)
+    return folder or "/"
+
+
+def split_units(sources: list[Source]) -> list[Unit]:
+    units = []
+    for source in sources:
+        if source.modules:
+            units += _module_units(source)
+        elif (
+            source.settings.kind in ("text", "jsonl")
+            and not source.path.endswith(COMPRESSED)
+            and (source.settings.document_per == "block")
+        ):
+            for begin in range(0, source.bytes, UNIT_BYTES):
+                end = min(begin + UNIT_BYTES, source.bytes)
+                units.append(Unit(source, begin, end, end - begin))
+        else:
+            units.append(Unit(source, 0, source.bytes, source.bytes))
+    return units
+
+
+def read_documents(unit: Unit) -> Iterator[Document]:
+    """The documents that begin in `unit`, in order; unreadable records come with their problem.
+
+    Raises `OSError` or `pyarrow.ArrowException`, naming the file, where the file itself is bad.
+    """
+    settings, path, name = unit.source.settings, unit.source.path, unit.source.name
+    try:
+        if settings.kind == "docstrings":
+            yield from _docstrings(unit)
+        elif settings.kind == "parquet":
+            yield from _parquet_texts(path, name, settings.text_field)
+        elif settings.kind == "text" and settings.document_per == "file":
+            with _opened(path) as file:
+                yield _decoded(file.read(), f"{name}:0")
+        else:
+            with _opened(path) as file:
+                if settings.kind == "text":
+                    yield from _blocks(file, unit)
+                elif settings.kind == "jsonl":
+                    yield from _json_lines(file, unit)
+                else:
+                    yield from _wiki_articles(file, name)
+    except (OSError, EOFError, pa.ArrowException, KeyError) as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
+
+
+def _package(settings: InputConfig, name: str, key: str) -> Source:
+    try:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{key}: {name} is not an installed top-level package")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    modules = sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
+    if not modules:
+        raise ConfigError(f"{key}: package {name} has no Python modules")
+    states = [os.stat(root / module) for module in modules]
+    identity = fingerprint([name, [[m, s.st_size, s.st_mtime_ns] for m, s in zip(modules, states, strict=True)]])
+    return Source(settings, str(root), name, sum(state.st_size for state in states), identity, tuple(modules))
+
+
+def _module_units(source: Source) -> Iterator[Unit]:
+    begin, size = 0, 0
+    for position, module in enumerate(source.modules):
+        size += os.path.getsize(os.path.join(source.path, module))
+        if size >= MODULES_BYTES or position + 1 == len(source.modules):
+            yield Unit(source, begin, position + 1, size)
+            begin, size = position + 1, 0
+
+
+def _docstrings(unit: Unit) -> Iterator[Document]:
+    for module in unit.source.modules[unit.begin : unit.end]:
+        place = f"{unit.source.name}/{module}:0"
+        content = Path(unit.source.path, module).read_bytes()
+        try:
+            tree = ast.parse(content)
+        except (SyntaxError, ValueError, RecursionError):
+            yield Document("", place, "syntax_error")
+            continue
+        text = docstring_text(tree)
+        if text:
+            yield _unescaped(text, place)
+
+
+def docstring_text(tree: ast.Module) -> str:
+    """The docstrings of a module in source order as paragraphs of prose: without doctests and underlines."""
+    nodes = [tree] + [
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    nodes[1:] = sorted(nodes[1:], key=lambda node: (node.lineno, node.col_offset))
+    paragraphs = []
+    for node in nodes:
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+            if DOCTEST.search(paragraph):
+                continue
+            lines = [line.rstrip() for line in paragraph.splitlines() if line.strip() and not RULE.match(line)]
+            if lines:
+                paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
+
+
+def _opened(path: str) -> BinaryIO:
+    if path.endswith(COMPRESSED):
+        return io.BufferedReader(pa.input_stream(path, compression="detect"), 2**20)
+    return open(path, "rb")
+
+
+def _decoded(content: bytes, place: str) -> Document:
+    try:
+        text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError:
+        return Document(content.decode("utf-8", "replace"), place, "invalid_utf8")
+    return Document(text.replace("\r\n", "\n"), place)
+
+
+def _unescaped(text: str, place: str) -> Document:
+    """A document of `text` from a literal, whose escapes can spell halves of surrogate pairs: no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Document(text.encode("utf-8", "replace").decode(), place, "invalid_unicode")
+    return Document(text, place)
+
+
+def _line_start_after(file: BinaryIO, begin: int) -> tuple[int, bytes]:
+    """(first line start at or after `begin`, the line before it); moves `file` there."""
+    if begin == 0:
+        return 0, b""
+    start = begin - 1
+    # Back to the start of the line that holds the byte before `begin`.
+    while start > 0:
+        step = min(start, 2**16)
+        file.seek(start - step)
+        found = file.read(step).rfind(b"\n")
+        if found >= 0:
+            start = start - step + found + 1
+            break
+        start -= step
+    file.seek(start)
+    line = file.readline()
+    return start + len(line), line
+
+
+def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) from the first line that starts in `unit` to the end of the file."""
+    position, _ = _line_start_after(file, unit.begin) if unit.begin else (0, b"")
+    for line in file:
+        yield position, line
+        position += len(line)
+
+
+def _blocks(file: BinaryIO, unit: Unit) -> Iterator[Document]:
+    """Runs of lines that are not blank; a block belongs to the unit in which it begins."""
+    position, before = _line_start_after(file, unit.begin) if unit.begin else (0, b"")
+    whole_file = unit.end >= unit.source.bytes
+    name = unit.source.name
+    block: list[bytes] = []
+    inside_earlier_block = bool(before.strip())
+    begin = position
+    for line in file:
+        if line.strip():
+            if not block and not inside_earlier_block:
+                if position >= unit.end and not whole_file:
+                    return
+                begin = position
+            if not inside_earlier_block:
+                block.append(line)
+        else:
+            inside_earlier_block = False
+            if block:
+                yield _decoded(b"".join(block), f"{name}:{begin}")
+                block = []
+            if position >= unit.end and not whole_file:
+                return
+        position += len(line)
+    if block:
+        yield _decoded(b"".join(block), f"{name}:{begin}")
+
+
+def _json_lines(file: BinaryIO, unit: Unit) -> Iterator[Document]:
+    whole_file = unit.end >= unit.source.bytes
+    name, field = unit.source.name, unit.source.settings.text_field
+    for position, line in _lines(file, unit):
+        if position >= unit.end and not whole_file:
+            return
+        if not line.strip():
+            continue
+        place = f"{name}:{position}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            yield Document(line.decode("utf-8", "replace"), place, "broken_json")
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            yield Document(line.decode("utf-8", "replace"), place, "missing_field")
+        else:
+            yield _unescaped(record[field], place)
+
+
+def _wiki_articles(file: BinaryIO, name: str) -> Iterator[Document]:
+    article: list[bytes] | None = None
+    position = begin = 0
+    for line in file:
+        if WIKI_BEGIN.match(line):
+            article, begin = [], position
+        elif line.strip() == b"</doc>":
+            if article is not None:
+                yield _decoded(b"".join(article), f"{name}:{begin}")
+            article = None
+        elif article is not None:
+            article.append(line)
+        position += len(line)
+
+
+def _parquet_texts(path: str, name: str, field: str) -> Iterator[Document]:
+    file = pa.parquet.ParquetFile(path)
+    if field not in file.schema_arrow.names:
+        raise OSError(f"it has no column {field} (its columns: {', '.join(file.schema_arrow.names)})")
+    row = 0
+    for batch in file.iter_batches(batch_size=256, columns=[field]):
+        for value in batch.column(0).to_pylist():
+            if isinstance(value, str):
+                yield Document(value, f"{name}:{row}")
+            else:
+                yield Document("" if value is None else str(value), f"{name}:{row}", "missing_field")
+            row += 1

@@ -1,0 +1,266 @@
+"""From one document to its rows in the shards; from a shard's rows, gathered from everywhere, to the finished shard.
+
+This is the whole content of data preparation, with no engine in it: the Beam job only says who calls what.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from configs.schema import DataConfig
+from data_prep.corpus import Document
+from data_prep.masking import draw_masks
+from data_prep.pairs import IN_ORDER, Cut, running_texts, sentence_pairs
+from data_prep.randomness import digest64, draws, uniforms
+from data_prep.shards import shard_schema
+from data_prep.text import filter_reason
+from data_prep.vocabulary import CLS, SEP, UNK, Vocabulary
+
+RANDOM_B = 1
+"""NSP's label for a B from another document."""
+BAD_SAMPLES = 5
+BAD_SAMPLE_CHARACTERS = 80
+
+
+@dataclass
+class Counts:
+    """What became of documents and tokens; counts of separate pieces of work add up."""
+
+    read: int = 0
+    used: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    bad_samples: list[dict] = field(default_factory=list)
+    words: int = 0
+    corpus_tokens: int = 0
+    unknown_tokens: int = 0
+    truncated_tokens: int = 0
+
+    def add(self, other: "Counts") -> None:
+        for name in ("read", "used", "words", "corpus_tokens", "unknown_tokens", "truncated_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.dropped.update(other.dropped)
+        self.bad_samples = (self.bad_samples + other.bad_samples)[:BAD_SAMPLES]
+
+
+def shard_count(data: DataConfig) -> tuple[int, int]:
+    """(train shards, validation shards): validation gets its share of `data.shards`, at least one."""
+    return data.shards, max(1, round(data.shards * data.validation_fraction))
+
+
+class ExampleMaker:
+    """Turns documents into rows, kept by shard until `take_rows`; shards are numbered train first, then validation."""
+
+    def __init__(self, vocabulary: Vocabulary, data: DataConfig, seed: int):
+        self._vocabulary = vocabulary
+        self._data = data
+        self._seed = seed
+        self._schema = shard_schema(vocabulary.size, static_masks=False)
+        self._train_shards, self._validation_shards = shard_count(data)
+        self._begins_word = vocabulary.word_starts != 0
+        self.counts = Counts()
+        self._start_rows()
+
+    def _start_rows(self) -> None:
+        self._ids: list[np.ndarray] = []
+        self._lengths: list[int] = []
+        self._scalars: list[tuple[int, int, int, int]] = []
+        self.tokens = 0
+
+    def add(self, document: Document) -> None:
+        """Make the examples of `document`, or count why there are none."""
+        self.counts.read += 1
+        reason = document.problem or self._make_examples(document)
+        if reason is None:
+            self.counts.used += 1
+            return
+        self.counts.dropped[reason] += 1
+        if document.problem and len(self.counts.bad_samples) < BAD_SAMPLES:
+            sample = {"place": document.place, "kind": document.problem, "text": document.text[:BAD_SAMPLE_CHARACTERS]}
+            self.counts.bad_samples.append(sample)
+
+    def _make_examples(self, document: Document) -> str | None:
+        data = self._data
+        reason = filter_reason(document.text, data.filters)
+        if reason is not None:
+            return reason
+        normalized, ids, ends = self._vocabulary.encode_document(document.text, data.language)
+        if not len(ids):
+            return "empty"
+        identity = digest64(normalized) if data.deduplicate else digest64(normalized, document.place)
+        cut = self._cut(ids, ends, digest64(self._seed, "pairs", identity))
+        if not cut.pairs:
+            return "single_word"
+        for chunk, (a, b, label) in enumerate(cut.pairs):
+            parts = [[CLS], ids[a[0] : a[1]], [SEP]]
+            if b[1] > b[0]:
+                parts += [ids[b[0] : b[1]], [SEP]]
+            self._ids += [np.asarray(part, dtype=ids.dtype) for part in parts]
+            length = sum(len(part) for part in parts)
+            b_start = 2 + a[1] - a[0] if b[1] > b[0] else length
+            self._lengths.append(length)
+            self._scalars.append((b_start, label, identity, chunk))
+            self.tokens += length
+        counts = self.counts
+        counts.words += normalized.count(" ") + 1
+        counts.corpus_tokens += len(ids)
+        counts.unknown_tokens += int((ids == UNK).sum())
+        counts.truncated_tokens += cut.truncated_tokens
+        return None
+
+    def _cut(self, ids: np.ndarray, ends: np.ndarray, key: int) -> Cut:
+        data = self._data
+        if data.sentence_objective == "none":
+            return running_texts(ends, key, data.max_length - 2, data.short_probability)
+        word_begins = np.flatnonzero(self._begins_word[ids])
+        swap = data.sentence_objective == "sop"
+        return sentence_pairs(ends, word_begins, key, data.max_length - 3, data.short_probability, swap)
+
+    def take_rows(self) -> dict[int, pa.RecordBatch]:
+        """The rows made so far by shard number, in the shards' schema; starts anew."""
+        if not self._lengths:
+            return {}
+        offsets = np.concatenate(([0], np.cumsum(self._lengths))).astype(np.int32)
+        values = np.concatenate(self._ids)
+        starts, labels, documents, chunks = zip(*self._scalars, strict=True)
+        documents = np.array(documents, dtype=np.uint64)
+        chunks = np.array(chunks, dtype=np.uint32)
+        columns = [
+            pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=self._schema.field(0).type),
+            pa.array(starts, pa.uint16()),
+            pa.array(labels, pa.int8()),
+            pa.array(documents),
+            pa.array(chunks),
+        ]
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        shards = self._shards_of(documents, chunks)
+        order = np.argsort(shards, kind="stable")
+        found, firsts = np.unique(shards[order], return_index=True)
+        rows = {
+            int(shard): batch.take(pa.array(places))
+            for shard, places in zip(found, np.split(order, firsts[1:]), strict=True)
+        }
+        self._start_rows()
+        return rows
+
+    def _shards_of(self, documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+        places = _places(documents, chunks)
+        validation = uniforms(documents, 0) < self._data.validation_fraction
+        train_shard = places % np.uint64(self._train_shards)
+        validation_shard = np.uint64(self._train_shards) + places % np.uint64(self._validation_shards)
+        return np.where(validation, validation_shard, train_shard).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    table: pa.Table
+    tokens: int
+    duplicate_documents: int
+
+
+def finish_shard(batches: list[pa.RecordBatch], vocabulary: Vocabulary, data: DataConfig, seed: int) -> FinishedShard:
+    """All rows of one shard, in any order, as its final table: ordered by a hash, duplicates gone, NSP's strangers
+    and static masks drawn."""
+    table = pa.Table.from_batches(batches, schema=shard_schema(vocabulary.size, static_masks=False))
+    documents, chunks = table["document"].to_numpy(), table["chunk"].to_numpy()
+    order = np.lexsort((chunks, documents, _places(documents, chunks)))
+    documents, chunks = documents[order], chunks[order]
+    repeated = np.zeros(len(order), dtype=bool)
+    repeated[1:] = (documents[1:] == documents[:-1]) & (chunks[1:] == chunks[:-1])
+    table = table.take(pa.array(order[~repeated])).combine_chunks()
+    if data.sentence_objective == "nsp":
+        table = _with_strangers(table, seed)
+    if data.masking.mode == "static":
+        table = _with_static_masks(table, vocabulary, data, seed)
+    tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
+    return FinishedShard(table, tokens, int((chunks[repeated] == 0).sum()))
+
+
+def _places(documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    """uint64: where among all examples one stands, a hash of (document, chunk)."""
+    return draws(draws(documents, 1), chunks)
+
+
+def _ragged(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(values, offsets) of a list column of a table of at most one chunk."""
+    column = table[name].combine_chunks()
+    return column.values.to_numpy(), column.offsets.to_numpy()
+
+
+def _with_strangers(table: pa.Table, seed: int) -> pa.Table:
+    """NSP: with probability 1/2 an example's B becomes that of another document, of the same length, and its label 1.
+
+    The stranger is the next row of another document in order of B's length, cut to that length at one end by a fair
+    coin, so that lengths do not tell the label; where none is longer it is the next shorter one.
+    """
+    values, offsets = _ragged(table, "input_ids")
+    starts = table["segment_b_start"].to_numpy().astype(np.int64)
+    documents, chunks = table["document"].to_numpy(), table["chunk"].to_numpy()
+    if len(table) and (documents == documents[0]).all():
+        return table
+    keys = draws(documents, digest64(seed, "nsp"))
+    stranger = uniforms(keys, 2 * chunks.astype(np.int64)) < 0.5
+    at_front = uniforms(keys, 2 * chunks.astype(np.int64) + 1) < 0.5
+    sizes = np.diff(offsets) - starts - 1
+    order = np.argsort(sizes, kind="stable")
+    rows: list[np.ndarray] = [np.array([])] * len(table)
+    labels = np.where(stranger, RANDOM_B, IN_ORDER).astype(np.int8)
+    for rank, row in enumerate(order):
+        begin, end = offsets[row], offsets[row + 1]
+        if not stranger[row]:
+            rows[row] = values[begin:end]
+            continue
+        longer = (other for other in order[rank + 1 :] if documents[other] != documents[row])
+        shorter = (other for other in order[:rank][::-1] if documents[other] != documents[row])
+        other = next(chain(longer, shorter))
+        excess = max(0, sizes[other] - sizes[row])
+        first = offsets[other] + starts[other] + (excess if at_front[row] else 0)
+        b = values[first : first + min(sizes[other], sizes[row])]
+        rows[row] = np.concatenate((values[begin : begin + starts[row]], b, values[end - 1 : end]))
+    lengths = np.array([len(row) for row in rows])
+    table = _with_column(table, "input_ids", _lists(rows, lengths, table.schema.field("input_ids").type))
+    return _with_column(table, "sentence_label", pa.array(labels))
+
+
+def _with_static_masks(table: pa.Table, vocabulary: Vocabulary, data: DataConfig, seed: int) -> pa.Table:
+    """Every example `masking.copies` times, each time masked differently."""
+    schema = shard_schema(vocabulary.size, static_masks=True)
+    copies = []
+    values, offsets = _ragged(table, "input_ids")
+    lengths = np.diff(offsets)
+    padded = np.zeros((len(table), int(lengths.max(initial=1))), dtype=values.dtype)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = values[offsets[0] : offsets[-1]]
+    documents, chunks = table["document"].to_numpy(), table["chunk"].to_numpy()
+    for copy in range(data.masking.copies):
+        keys = draws(draws(documents, digest64(seed, "masks", copy)), chunks)
+        masks = draw_masks(
+            padded, lengths, table["segment_b_start"].to_numpy(), keys, vocabulary.word_starts, data.masking
+        )
+        counts = np.bincount(masks.rows, minlength=len(table))
+        columns = [
+            *table.columns,
+            _flat_lists(masks.columns, counts, schema.field("masked_positions").type),
+            _flat_lists(masks.labels, counts, schema.field("masked_labels").type),
+            _flat_lists(masks.inputs, counts, schema.field("masked_inputs").type),
+            pa.array(np.full(len(table), copy, dtype=np.uint16)),
+        ]
+        copies.append(pa.Table.from_arrays(columns, schema=schema))
+    return pa.concat_tables(copies).combine_chunks()
+
+
+def _with_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    position = table.schema.get_field_index(name)
+    return table.set_column(position, table.schema.field(position), column)
+
+
+def _lists(rows: list[np.ndarray], lengths: np.ndarray, kind: pa.ListType) -> pa.ListArray:
+    return _flat_lists(np.concatenate(rows) if rows else np.array([]), lengths, kind)
+
+
+def _flat_lists(values: np.ndarray, lengths: np.ndarray, kind: pa.ListType) -> pa.ListArray:
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    flat = pa.array(values.astype(kind.value_type.to_pandas_dtype()))
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind)

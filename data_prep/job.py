@@ -1,0 +1,198 @@
+"""The Beam side of data preparation: two pipelines, each in a process of its own.
+
+    sample:    units of input ──► a bounded sample of documents per unit, in a file
+    examples:  units of input ──► one Arrow file per unit, with one record batch per shard in it
+                              ──► (shard, where its rows lie) ──► GroupByKey ──► the finished shard, in a file
+
+Only metadata crosses the shuffle, so an engine's memory does not grow with the corpus. Each piece of work ends with a
+small JSON file beside its output: work found done is not done again, and the driver counts those files to show
+progress, whatever the engine. Writes are idempotent, since engines may run an element twice.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import apache_beam as beam
+import pyarrow as pa
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.typehints import Tuple
+
+from configs.schema import run_command
+from data_prep.corpus import Document, read_documents
+from data_prep.examples import ExampleMaker, finish_shard
+from data_prep.files import replaced_file, sha256_of, write_whole
+from data_prep.plan import Plan
+from data_prep.sampling import merged_sample, sampled_documents
+from data_prep.shards import write_shard
+from data_prep.vocabulary import Vocabulary, train_vocabulary
+
+SPILL_TOKENS = 32 * 2**20
+"""Rows are spilled at least this often within a unit, which bounds a worker's memory."""
+
+Rows = tuple[str, int]
+"""Where some rows of a shard lie: (spill file, record batch in it)."""
+
+
+@lru_cache(maxsize=1)
+def plan_at(path: str) -> Plan:
+    return Plan.load(path)
+
+
+@lru_cache(maxsize=1)
+def vocabulary_at(path: Path) -> Vocabulary:
+    return Vocabulary.load(path)
+
+
+def documents_of(plan: Plan, unit: int) -> Iterator[Document]:
+    """The documents of a unit; a bad file's name is left for the driver, since engines bury exceptions."""
+    try:
+        yield from read_documents(plan.units[unit])
+    except OSError as error:
+        write_whole(plan.failure, str(error))
+        raise
+
+
+class PlannedWork(beam.DoFn):
+    """Work on numbered pieces of a plan, which each worker reads once."""
+
+    def __init__(self, plan_path: str):
+        self.plan_path = plan_path
+
+
+class SampleUnit(PlannedWork):
+    """Unit number -> its sample file."""
+
+    def process(self, unit: int) -> Iterator[int]:
+        plan = plan_at(self.plan_path)
+        path = plan.sample(unit)
+        if not path.exists():
+            sample = sampled_documents(documents_of(plan, unit), plan.data, plan.seed, plan.sampling_rate)
+            lines = "".join(json.dumps([key, sentences]) + "\n" for key, sentences in sample)
+            write_whole(path, lines)
+        yield unit
+
+
+class SpillUnit(PlannedWork):
+    """("unit" or "source", number) -> (shard, where rows of it lie). A source is only digested, for the manifest."""
+
+    def process(self, piece: tuple[str, int]) -> Iterator[Tuple[int, Tuple[str, int]]]:
+        plan = plan_at(self.plan_path)
+        kind, number = piece
+        if kind == "source":
+            path = plan.source_report(number)
+            if not path.exists():
+                write_whole(path, json.dumps({"sha256": plan.sources[number].sha256()}))
+            return
+        path = plan.unit_report(number)
+        if not path.exists():
+            write_whole(path, json.dumps(spill_unit(plan, number)))
+        for spill in json.loads(path.read_text())["spills"]:
+            for position, shard in enumerate(spill["shards"]):
+                yield shard, (spill["file"], position)
+
+
+def spill_unit(plan: Plan, unit: int) -> dict:
+    """Write the rows of a unit's documents to spill files; returns the unit's report."""
+    maker = ExampleMaker(vocabulary_at(plan.vocabulary), plan.data, plan.seed)
+    spills: list[dict] = []
+
+    def spill() -> None:
+        rows = maker.take_rows()
+        if rows:
+            path = plan.spill(unit, len(spills))
+            _write_spill(path, list(rows.values()))
+            spills.append({"file": str(path), "shards": list(rows)})
+
+    for document in documents_of(plan, unit):
+        maker.add(document)
+        if maker.tokens >= SPILL_TOKENS:
+            spill()
+    spill()
+    return {"counts": vars(maker.counts), "spills": spills}
+
+
+class MergeShard(PlannedWork):
+    """(shard, where its rows lie) -> the finished shard."""
+
+    def process(self, element: tuple[int, Iterable[Rows]]) -> Iterator[int]:
+        shard, places = element
+        plan = plan_at(self.plan_path)
+        if not plan.shard_report(shard).exists():
+            merge_shard(plan, shard, [_read_spill(file, position) for file, position in sorted(places)])
+        yield shard
+
+
+def merge_shard(plan: Plan, shard: int, batches: list[pa.RecordBatch]) -> None:
+    """Write the finished `shard` of rows `batches`, and its report."""
+    finished = finish_shard(batches, vocabulary_at(plan.vocabulary), plan.data, plan.seed)
+    path = plan.shard(shard)
+    write_shard(path, finished.table)
+    report = {
+        "rows": len(finished.table),
+        "tokens": finished.tokens,
+        "bytes": path.stat().st_size,
+        "sha256": sha256_of(path),
+        "duplicate_documents": finished.duplicate_documents,
+    }
+    write_whole(plan.shard_report(shard), json.dumps(report))
+
+
+def _write_spill(path: Path, batches: list[pa.RecordBatch]) -> None:
+    with replaced_file(path) as temporary, pa.ipc.new_file(str(temporary), batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _read_spill(file: str, position: int) -> pa.RecordBatch:
+    return pa.ipc.open_file(pa.memory_map(file)).get_batch(position)
+
+
+def run_sample(plan_path: str, beam_args: list[str]) -> None:
+    units = range(len(Plan.load(plan_path).units))
+    with beam.Pipeline(options=PipelineOptions(beam_args)) as pipeline:
+        _ = (
+            pipeline
+            | "Units" >> beam.Create(units)
+            | "Spread" >> beam.Reshuffle()
+            | "Sample" >> beam.ParDo(SampleUnit(plan_path)).with_output_types(int)
+        )
+
+
+def run_examples(plan_path: str, beam_args: list[str]) -> None:
+    plan = Plan.load(plan_path)
+    pieces = [("unit", number) for number in range(len(plan.units))]
+    pieces += [("source", number) for number in range(len(plan.sources))]
+    with beam.Pipeline(options=PipelineOptions(beam_args)) as pipeline:
+        _ = (
+            pipeline
+            | "Pieces" >> beam.Create(pieces)
+            | "Spread" >> beam.Reshuffle()
+            | "Examples" >> beam.ParDo(SpillUnit(plan_path)).with_output_types(Tuple[int, Tuple[str, int]])
+            | "By shard" >> beam.GroupByKey()
+            | "Merge" >> beam.ParDo(MergeShard(plan_path)).with_output_types(int)
+        )
+    for shard in range(len(plan.shard_splits)):
+        if not plan.shard_report(shard).exists():
+            merge_shard(plan, shard, [])
+
+
+def run_vocabulary(plan_path: str, beam_args: list[str]) -> None:
+    """Train `spiece.model` on the merged sample. No pipeline, but a process of its own: it changes its folder."""
+    plan = Plan.load(plan_path)
+    paths = [plan.sample(unit) for unit in range(len(plan.units))]
+    sentences = merged_sample(paths, plan.data.vocab.sample_sentences)
+    write_whole(plan.vocabulary, train_vocabulary(sentences, plan.data, plan.work))
+
+
+STEPS = {"sample": run_sample, "vocabulary": run_vocabulary, "examples": run_examples}
+
+
+def main() -> None:
+    """Entry point of a step's process: `step plan_path [Beam options]`."""
+    step, plan_path, *beam_args = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO)
+    run_command(lambda: STEPS[step](plan_path, beam_args))

@@ -1,0 +1,115 @@
+"""What a data preparation has to do, and where its pieces lie while it is done.
+
+A plan is a function of the configuration and the state of the inputs. Everything it makes lies in one work folder,
+named by its fingerprint, until it is moved into place; a piece found there is a piece that need not be made again.
+"""
+
+import os
+import pickle
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from configs.schema import Config, DataConfig, fingerprint, resolved
+from data_prep.corpus import Source, Unit, list_sources, split_units
+from data_prep.examples import shard_count
+from data_prep.files import write_whole
+from data_prep.shards import FORMAT, SPLITS, VOCABULARY
+from data_prep.vocabulary import Vocabulary
+
+SENTENCE_BYTES = 400
+"""A generous guess at a sentence's share of the input, from which the sampling rate follows."""
+
+
+def data_settings(data: DataConfig) -> dict:
+    """The settings that shape the prepared files: without the place, and without masks that are drawn at load."""
+    settings = resolved(data)
+    del settings["output"]
+    del settings["resample_order"]
+    if data.masking.mode == "dynamic":
+        settings["masking"] = {"mode": "dynamic"}
+    return settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    data: DataConfig
+    seed: int
+    sources: tuple[Source, ...]
+    fingerprint: str
+
+    @classmethod
+    def make(cls, config: Config) -> "Plan":
+        """Look at the inputs; raises `ConfigError` where one is missing or the given vocabulary cannot be used."""
+        data = config.data
+        sources = tuple(list_sources(data.inputs))
+        given = Vocabulary.load(data.vocab.model).digest if data.vocab.model else None
+        identity = [FORMAT, data_settings(data), config.seed, [source.identity for source in sources], given]
+        return cls(data, config.seed, sources, fingerprint(identity))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Plan":
+        return pickle.loads(Path(path).read_bytes())
+
+    def save(self) -> None:
+        write_whole(self.path, pickle.dumps(Plan(self.data, self.seed, self.sources, self.fingerprint)))
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        return split_units(list(self.sources))
+
+    @property
+    def output(self) -> Path:
+        return Path(self.data.output)
+
+    @property
+    def work(self) -> Path:
+        return self.output / f".work-{self.fingerprint[:16]}"
+
+    @property
+    def path(self) -> Path:
+        """Where the plan itself lies for the processes that carry it out."""
+        return self.work / "plan.pickle"
+
+    @property
+    def failure(self) -> Path:
+        """Where a piece of work says in one line why the job cannot go on."""
+        return self.work / "failure.txt"
+
+    @property
+    def vocabulary(self) -> Path:
+        return self.work / VOCABULARY
+
+    def sample(self, unit: int) -> Path:
+        return self.work / "samples" / f"{unit:06d}.jsonl"
+
+    def spill(self, unit: int, part: int) -> Path:
+        return self.work / "units" / f"{unit:06d}-{part:03d}.arrow"
+
+    def unit_report(self, unit: int) -> Path:
+        """Written when all of a unit's rows are spilled: {counts, spills, bytes}."""
+        return self.work / "units" / f"{unit:06d}.json"
+
+    def source_report(self, source: int) -> Path:
+        return self.work / "sources" / f"{source:06d}.json"
+
+    def shard(self, number: int) -> Path:
+        return self.work / "shards" / self.shard_name(number)
+
+    def shard_report(self, number: int) -> Path:
+        return self.shard(number).with_suffix(".json")
+
+    @cached_property
+    def shard_splits(self) -> list[str]:
+        """The split of every shard, by number."""
+        return [split for split, count in zip(SPLITS, shard_count(self.data), strict=True) for _ in range(count)]
+
+    def shard_name(self, number: int) -> str:
+        split = self.shard_splits[number]
+        return f"{split}-{number - self.shard_splits.index(split):05d}-of-{self.shard_splits.count(split):05d}.arrow"
+
+    @property
+    def sampling_rate(self) -> float:
+        """The share of documents drawn for the vocabulary: enough for `vocab.sample_sentences`, not much more."""
+        total = sum(source.bytes for source in self.sources)
+        return min(1.0, self.data.vocab.sample_sentences * SENTENCE_BYTES / max(1, total))

@@ -1,0 +1,232 @@
+"""The prepared data set on disk: Arrow shards, `spiece.model` and `manifest.json`.
+
+A shard is an uncompressed Arrow IPC file, read through a memory map: opening costs nothing and rows are reached at
+random. `manifest.json` is written last; a folder without it, or whose files differ from it, is not a data set.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from configs.schema import ConfigError, fingerprint
+from data_prep.files import replaced_file, sha256_of
+
+FORMAT = 1
+"""Raised when shards made by older code must be made again."""
+MANIFEST = "manifest.json"
+VOCABULARY = "spiece.model"
+SPLITS = ("train", "validation")
+ROWS_PER_BATCH = 16384
+
+
+def shard_schema(vocabulary_size: int, static_masks: bool) -> pa.Schema:
+    """Columns of a shard; token ids are uint16, int32 for vocabularies over 65,535."""
+    ids = pa.list_(pa.field("item", pa.uint16() if vocabulary_size <= 65535 else pa.int32(), nullable=False))
+    positions = pa.list_(pa.field("item", pa.uint16(), nullable=False))
+    columns = [
+        ("input_ids", ids),
+        ("segment_b_start", pa.uint16()),
+        ("sentence_label", pa.int8()),
+        ("document", pa.uint64()),
+        ("chunk", pa.uint32()),
+    ]
+    if static_masks:
+        columns += [
+            ("masked_positions", positions),
+            ("masked_labels", ids),
+            ("masked_inputs", ids),
+            ("copy", pa.uint16()),
+        ]
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def write_shard(path: Path, table: pa.Table) -> None:
+    """Write `table` as one shard, whole or not at all, the same bytes for the same rows."""
+    with replaced_file(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
+        for batch in table.combine_chunks().to_batches(max_chunksize=ROWS_PER_BATCH):
+            writer.write_batch(batch)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Examples taken from shards, in the order asked for. `input_ids`: all ids end to end; `lengths`,
+    `segment_b_start`, `sentence_label`: int64 [rows]; `columns`: static masks where the shards have them, as
+    (values end to end, counts)."""
+
+    input_ids: np.ndarray
+    lengths: np.ndarray
+    segment_b_start: np.ndarray
+    sentence_label: np.ndarray
+    static_masks: dict[str, np.ndarray] | None
+
+
+class Split:
+    """The examples of one split, numbered 0..rows-1 over its shards in order; nothing is read until it is asked for."""
+
+    def __init__(self, paths: list[Path]):
+        self._batches: list[pa.RecordBatch] = []
+        for path in paths:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._batches += [reader.get_batch(index) for index in range(reader.num_record_batches)]
+        self._first_rows = np.cumsum([0] + [batch.num_rows for batch in self._batches])
+        self.rows = int(self._first_rows[-1])
+        self.static_masks = bool(self._batches) and "masked_positions" in self._batches[0].schema.names
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """int64: numbers of tokens of the examples `indices` (int64)."""
+        lengths = np.empty(len(indices), dtype=np.int64)
+        for batch, places, rows in self._by_batch(indices):
+            offsets, _ = self._lists["input_ids"][batch]
+            lengths[places] = offsets[rows + 1] - offsets[rows]
+        return lengths
+
+    def take(self, indices: np.ndarray) -> Rows:
+        """The examples `indices` (int64), copied out of the shards."""
+        input_ids, lengths = self._take_lists("input_ids", indices)
+        masks = None
+        if self.static_masks:
+            masks = {}
+            for name in ("masked_positions", "masked_labels", "masked_inputs"):
+                masks[name], masks["counts"] = self._take_lists(name, indices)
+        scalars = {name: np.empty(len(indices), dtype=np.int64) for name in ("segment_b_start", "sentence_label")}
+        for batch, places, rows in self._by_batch(indices):
+            for name, values in scalars.items():
+                values[places] = self._batches[batch].column(name).to_numpy()[rows]
+        return Rows(input_ids, lengths, **scalars, static_masks=masks)
+
+    def token_counts(self, vocabulary_size: int) -> np.ndarray:
+        """int64 [vocabulary_size]: how often each id occurs, read through once."""
+        counts = np.zeros(vocabulary_size, dtype=np.int64)
+        for batch in self._batches:
+            column = batch.column("input_ids")
+            counts += np.bincount(column.flatten().to_numpy(), minlength=vocabulary_size)
+        return counts
+
+    def identities(self, indices: np.ndarray) -> list[tuple[int, int]]:
+        """(document, chunk) of the examples `indices`."""
+        found: list[tuple[int, int]] = [(0, 0)] * len(indices)
+        for batch, places, rows in self._by_batch(indices):
+            documents, chunks = (self._batches[batch].column(name).to_numpy() for name in ("document", "chunk"))
+            for place, row in zip(places, rows, strict=True):
+                found[place] = (int(documents[row]), int(chunks[row]))
+        return found
+
+    @cached_property
+    def _lists(self) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+        """Per list column and record batch, views of its offsets and values."""
+        names = [field.name for field in self._batches[0].schema if pa.types.is_list(field.type)]
+        return {
+            name: [
+                (batch.column(name).offsets.to_numpy(), batch.column(name).values.to_numpy()) for batch in self._batches
+            ]
+            for name in names
+        }
+
+    def _by_batch(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(record batch, places among `indices`, rows in the batch), for every record batch that is touched."""
+        batches = np.searchsorted(self._first_rows, indices, side="right") - 1
+        order = np.argsort(batches, kind="stable")
+        touched, starts = np.unique(batches[order], return_index=True)
+        for batch, places in zip(touched, np.split(order, starts[1:]), strict=True):
+            yield int(batch), places, indices[places] - self._first_rows[batch]
+
+    def _take_lists(self, name: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(values end to end, counts) of a list column."""
+        counts = np.empty(len(indices), dtype=np.int64)
+        begins = np.empty(len(indices), dtype=np.int64)
+        groups = list(self._by_batch(indices))
+        for batch, places, rows in groups:
+            offsets, _ = self._lists[name][batch]
+            begins[places] = offsets[rows]
+            counts[places] = offsets[rows + 1] - begins[places]
+        targets = np.cumsum(counts) - counts
+        taken = np.empty(int(counts.sum()), dtype=self._lists[name][0][1].dtype)
+        for batch, places, _ in groups:
+            sizes = counts[places]
+            within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+            taken[np.repeat(targets[places], sizes) + within] = self._lists[name][batch][1][
+                np.repeat(begins[places], sizes) + within
+            ]
+        return taken, counts
+
+
+class Dataset:
+    """A finished data folder: its manifest, vocabulary path and splits."""
+
+    def __init__(self, folder: Path, manifest: dict):
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike) -> "Dataset":
+        """Read the manifest and check the presence and size of every file it names; raises `ConfigError`."""
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise ConfigError(f"no prepared data in {folder} ({MANIFEST} is missing): run python -m data_prep first")
+        if manifest["format"] != FORMAT:
+            raise ConfigError(
+                f"{folder} has format {manifest['format']}, this version reads {FORMAT}: prepare the data again"
+            )
+        for entry in _files(manifest):
+            path = folder / entry["file"]
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry["bytes"]:
+                state = "is missing" if size is None else f"has {size} bytes"
+                raise ConfigError(
+                    f"{path} {state}, the manifest says {entry['bytes']}: prepare the data again (python -m data_prep)"
+                )
+        return cls(folder, manifest)
+
+    def verify(self) -> None:
+        """Digest every file and compare with the manifest; raises `ConfigError` naming the first that differs."""
+        entries = list(_files(self.manifest))
+        with ThreadPoolExecutor() as pool:
+            digests = pool.map(lambda entry: sha256_of(self.folder / entry["file"]), entries)
+            for entry, digest in zip(entries, digests, strict=True):
+                if digest != entry["sha256"]:
+                    raise ConfigError(
+                        f"{self.folder / entry['file']} was altered (its sha256 is not the manifest's): "
+                        "prepare the data again (python -m data_prep)"
+                    )
+
+    @property
+    def digest(self) -> str:
+        """The manifest's own digest: it names this data set."""
+        return fingerprint(self.manifest)
+
+    @property
+    def vocabulary_path(self) -> Path:
+        return self.folder / VOCABULARY
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.manifest["vocabulary"]["size"]
+
+    def split(self, name: str) -> Split:
+        shards = [entry["file"] for entry in self.manifest["shards"] if entry["split"] == name]
+        return Split([self.folder / file for file in shards])
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """The manifest of `folder`, or None if there is none; raises `ConfigError` if it cannot be read."""
+    path = folder / MANIFEST
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): prepare the data again (python -m data_prep)") from None
+
+
+def _files(manifest: dict) -> Iterator[dict]:
+    vocabulary = manifest["vocabulary"]
+    yield {"file": VOCABULARY, "bytes": vocabulary["bytes"], "sha256": vocabulary["digest"]}
+    yield from manifest["shards"]

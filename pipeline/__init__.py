@@ -1,0 +1,1 @@
+"""Putting the steps together."""

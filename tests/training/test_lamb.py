@@ -1,0 +1,209 @@
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from configs.schema import ModelConfig, OptimizerConfig
+from training.lamb import Lamb, parameter_groups
+from training.model import Albert
+
+torch.set_num_threads(2)
+
+STEPS = 20
+RATE = 0.01
+SHAPES = [(7, 5), (7,), (3, 2), (1,), (2, 11)]
+
+
+class Tensors(torch.nn.Module):
+    """A few tensors of odd sizes; the 1-d ones stand for biases."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for index, shape in enumerate(SHAPES):
+            setattr(self, f"tensor_{index}", torch.nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(shape, generator=generator) * 0.1 for shape in SHAPES]
+
+
+def reference_weights(weights: list[torch.Tensor], config: OptimizerConfig) -> list[torch.Tensor]:
+    """The formula of LAMB in float64, tensor by tensor."""
+    weights = [weight.detach().double() for weight in weights]
+    first = [torch.zeros_like(weight) for weight in weights]
+    second = [torch.zeros_like(weight) for weight in weights]
+    for step in range(STEPS):
+        for index, gradient in enumerate(gradients(step)):
+            weight, g = weights[index], gradient.double()
+            first[index] = config.beta1 * first[index] + (1 - config.beta1) * g
+            second[index] = config.beta2 * second[index] + (1 - config.beta2) * g * g
+            m, v = first[index], second[index]
+            if config.bias_correction:
+                m, v = m / (1 - config.beta1 ** (step + 1)), v / (1 - config.beta2 ** (step + 1))
+            update, ratio = m / (v.sqrt() + config.eps), 1.0
+            if weight.ndim > 1:
+                update = update + config.weight_decay * weight
+                ratio = float(weight.norm() / update.norm())
+                if config.clamp is not None:
+                    ratio = min(max(ratio, config.clamp[0]), config.clamp[1])
+            weights[index] = weight - RATE * ratio * update
+    return weights
+
+
+def trained_weights(config: OptimizerConfig) -> list[torch.Tensor]:
+    model = Tensors()
+    optimizer = Lamb(parameter_groups(model, config, RATE))
+    optimizer.create_state()
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("clamp", [None, (0.5, 0.9)])
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_weights_follow_the_formula(clamp, bias_correction, weight_decay):
+    config = OptimizerConfig(clamp=clamp, bias_correction=bias_correction, weight_decay=weight_decay)
+    for weight, expected in zip(
+        trained_weights(config), reference_weights(Tensors().parameters(), config), strict=True
+    ):
+        assert (weight.double() - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_norms_of_large_tensors_are_summed_exactly():
+    weight = torch.randn(30_000, 128, generator=torch.Generator().manual_seed(0)) * 0.02
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(weight.clone())
+    optimizer = Lamb(parameter_groups(model, OptimizerConfig(weight_decay=0), RATE))
+    optimizer.create_state()
+    model.weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    update = 0.1 / (0.001**0.5 + 1e-6)
+    ratio = weight.double().norm().item() / (update * weight.numel() ** 0.5)
+    assert (weight - model.weight).double().mean().item() == pytest.approx(RATE * ratio * update, rel=1e-5)
+
+
+def test_biases_and_layer_norms_have_neither_decay_nor_trust_ratio():
+    config = ModelConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16, embedding_size=4)
+    model = Albert(config, vocabulary_size=20)
+    groups = parameter_groups(model, OptimizerConfig(), RATE)
+    assert [group["name"] for group in groups] == [name for name, _ in model.named_parameters()]
+    for group in groups:
+        plain = group["name"].endswith("bias") or "layer_norm" in group["name"]
+        assert group["adapt"] is not plain
+        assert group["weight_decay"] == (0 if plain else 0.01)
+
+
+def test_zero_weights_take_the_update_unscaled():
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = Lamb(parameter_groups(model, OptimizerConfig(), RATE))
+    optimizer.create_state()
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.allclose(model.weight, torch.full((2, 2), -RATE * 0.1 / (0.001**0.5 + 1e-6)))
+
+
+def test_step_without_gradients_changes_nothing():
+    model = Tensors()
+    optimizer = Lamb(parameter_groups(model, OptimizerConfig(bias_correction=True), RATE))
+    optimizer.create_state()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all("step" not in group for group in optimizer.param_groups)
+
+
+def test_zero_gradients_change_nothing_before_the_state_exists_and_decay_afterwards():
+    model = Tensors()
+    optimizer = Lamb(parameter_groups(model, OptimizerConfig(), RATE))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+    optimizer.create_state()
+    optimizer.step()
+    for weight, parameter in zip(before, model.parameters(), strict=True):
+        expected = weight * (1 - RATE) if weight.ndim > 1 else weight  # |w| / |0.01 w| * 0.01 w = w
+        assert torch.allclose(parameter, expected, rtol=1e-6)
+
+
+def test_real_gradients_before_the_state_exists_are_refused():
+    model = Tensors()
+    optimizer = Lamb(parameter_groups(model, OptimizerConfig(), RATE))
+    model.tensor_0.grad = torch.ones_like(model.tensor_0)
+    with pytest.raises(RuntimeError, match="create_state"):
+        optimizer.step()
+
+
+def test_state_dict_continues_the_same_weights():
+    config = OptimizerConfig(bias_correction=True)
+    model = Tensors()
+    optimizer = Lamb(parameter_groups(model, config, RATE))
+    optimizer.create_state()
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            saved = optimizer.state_dict()
+            optimizer = Lamb(parameter_groups(model, config, RATE))
+            optimizer.load_state_dict(saved)
+        for parameter, gradient in zip(model.parameters(), gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), trained_weights(config), strict=True))
+
+
+def slice_of(tensor: torch.Tensor, rank: int, world_size: int, padded: bool) -> torch.Tensor:
+    """The flat part of `tensor` on `rank`: padded with NaN to equal sizes, or smaller (even empty) at the end."""
+    size = -(-tensor.numel() // world_size)
+    part = tensor.detach().flatten()[rank * size : (rank + 1) * size].clone()
+    return torch.cat((part, part.new_full((size - part.numel(),), torch.nan))) if padded else part
+
+
+def train_a_slice(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Train this rank's slices: padded, all groups in one step; then unpadded, group by group as ZeRO does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    for padded in (True, False):
+        optimizer = Lamb(parameter_groups(Tensors(), OptimizerConfig(), RATE), norm_group=dist.group.WORLD)
+        slices = []
+        for group in optimizer.param_groups:
+            slices.append(slice_of(group["params"][0], rank, world_size, padded).requires_grad_())
+            group["params"] = [slices[-1]] if padded else []
+        optimizer.create_state(slices)
+        for step in range(STEPS):
+            for part, gradient in zip(slices, gradients(step), strict=True):
+                part.grad = slice_of(gradient, rank, world_size, padded)
+            if padded:
+                optimizer.step()
+                continue
+            for group, part in zip(optimizer.param_groups, slices, strict=True):
+                group["params"] = [part]
+                optimizer.step()
+                group["params"] = []
+        torch.save([part.detach() for part in slices], Path(folder) / f"{padded}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_partitioned_tensors_take_the_same_steps_as_whole_ones(world_size, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(train_a_slice, args=(world_size, port, str(tmp_path)), nprocs=world_size)
+    for padded in (True, False):
+        ranks = [torch.load(tmp_path / f"{padded}-{rank}.pt") for rank in range(world_size)]
+        assert any(part.isnan().all() if padded else part.numel() == 0 for part in ranks[-1])
+        for weight, parts in zip(trained_weights(OptimizerConfig()), zip(*ranks, strict=True), strict=True):
+            joined = torch.cat(parts)[: weight.numel()].view_as(weight)
+            torch.testing.assert_close(joined, weight, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,1 @@
+"""Model, optimizer, batches, loop, checkpoints and tracking."""

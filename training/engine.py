@@ -1,0 +1,293 @@
+"""The model under DeepSpeed: one optimizer step on a global batch, evaluation, and whole tensors in and out.
+
+DeepSpeed gets one parameter group per tensor. Under ZeRO each group's optimizer tensor is then this rank's equal slice
+of one flat, padded tensor, so that weights and moments are gathered, and dealt out again, alike at every stage and
+world size.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import Config, TrainingConfig
+from training.batches import MicroBatch, RankBatch
+from training.lamb import Lamb, parameter_groups
+from training.model import Albert, PretrainingLosses, pretraining_losses
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def join_processes() -> tuple[int, int]:
+    """(rank, world size), after joining the processes that the launcher started; alone without a launcher.
+
+    Limits each process to its share of the node's cores.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_SIZE", "1"))))
+
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    # Its shared-memory op for CPUs is compiled at first use, which takes a minute and a compiler; gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def deepspeed_config(training: TrainingConfig) -> dict:
+    """The configuration that DeepSpeed is given.
+
+    Its own batch sizes are nominal: we say ourselves which micro-step ends a global batch.
+    """
+    generated = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.gradient_clipping,
+        "zero_optimization": {"stage": training.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+    }
+    if training.precision == "bf16":
+        generated["bf16"] = {"enabled": True}
+        if training.zero_stage in (1, 2):
+            generated["data_types"] = {"grad_accum_dtype": "fp32"}
+        if training.zero_stage == 3:
+            generated["memory_efficient_linear"] = False
+    if training.precision == "fp16":
+        generated["fp16"] = {"enabled": True}
+    return _merged(generated, training.deepspeed)
+
+
+def _merged(base: dict, changes: dict) -> dict:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a global batch: losses in nats, right guesses, and what they are sums over."""
+
+    mlm_loss: float
+    mlm_correct: float
+    masked: int
+    sentence_loss: float
+    sentence_correct: float
+    examples: int
+
+    @property
+    def mean_mlm_loss(self) -> float:
+        return self.mlm_loss / max(1, self.masked)
+
+    @property
+    def mean_sentence_loss(self) -> float:
+        return self.sentence_loss / max(1, self.examples)
+
+
+@dataclass(frozen=True)
+class State:
+    """Weights by name and moments by `name.exp_avg` and `name.exp_avg_sq`: whole float32 tensors on the CPU."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint says of an engine after `step` finished steps."""
+
+    step: int
+    state: State
+
+
+class Engine:
+    """ALBERT, its optimizer and DeepSpeed's engine around both."""
+
+    def __init__(
+        self,
+        config: Config,
+        vocabulary_size: int,
+        weights: dict[str, Tensor] | None = None,
+        resumed: Resumed | None = None,
+    ):
+        """A new model drawn from `config.seed`, one with `weights` (whole tensors by name), or a `resumed` one."""
+        import deepspeed
+
+        training = config.training
+        self._sentence_objective = config.data.sentence_objective != "none"
+        model = Albert(config.model, vocabulary_size, self._sentence_objective, training.activation_checkpointing)
+        model.initialise(torch.Generator().manual_seed(config.seed))
+        if resumed is not None:
+            weights = resumed.state.weights
+        if weights is not None:
+            model.load_state_dict(weights)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.partitioned = training.zero_stage > 0
+        groups = parameter_groups(model, training.optimizer, training.learning_rate)
+        if training.optimizer.name == "lamb":
+            self._optimizer = Lamb(groups, norm_group=dist.group.WORLD if self.partitioned else None)
+        else:
+            self._optimizer = torch.optim.AdamW(groups)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self._optimizer, config=deepspeed_config(training)
+        )
+        self._zero_stage = training.zero_stage
+        self._create_moments()
+        if weights is not None:
+            # DeepSpeed took its float32 masters from working copies that may be in half precision.
+            self._set_whole(weights, resumed.state.moments if resumed else {})
+        if resumed is not None:
+            self._set_finished_steps(resumed.step)
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    def parameter_count(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def count_masked(self, batch: RankBatch) -> "PendingCount":
+        """The tokens masked in the whole global batch, summed over the ranks while other work goes on."""
+        return PendingCount(torch.tensor([batch.masked], dtype=torch.int64, device=self.device))
+
+    def train_step(self, batch: RankBatch, masked: int, learning_rate: float, stop: bool) -> tuple[LossSums, bool]:
+        """One optimizer step on a global batch of `masked` tokens masked; `stop` asks all ranks to end after it.
+
+        Returns the losses before the step, and whether any rank asked to stop.
+        """
+        self._engine.train()
+        self.set_learning_rate(learning_rate)
+        sums = torch.zeros(5, device=self.device)
+        sums[4] = stop
+        last = len(batch.micro_batches) - 1
+        world_size = dist.get_world_size()
+        for number, micro_batch in enumerate(batch.micro_batches):
+            self._engine.set_gradient_accumulation_boundary(number == last)
+            losses = self._losses(micro_batch)
+            loss = losses.mlm_loss / max(1, masked) + losses.sentence_loss / batch.examples
+            # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
+            self._engine.backward(loss * world_size, scale_wrt_gas=False)
+            sums[:4] += torch.stack(losses).detach()
+        self._engine.step()
+        dist.all_reduce(sums)
+        mlm_loss, mlm_correct, sentence_loss, sentence_correct, stops = sums.tolist()
+        total = LossSums(mlm_loss, mlm_correct, masked, sentence_loss, sentence_correct, batch.examples)
+        return total, stops > 0
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm of the last step's gradient, before clipping."""
+        norm = self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[RankBatch]) -> LossSums:
+        """Losses summed over `batches` without learning from them."""
+        self._engine.eval()
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        examples = 0
+        for batch in batches:
+            examples += batch.examples
+            sums[4] += batch.masked
+            for micro_batch in batch.micro_batches:
+                sums[:4] += torch.stack(self._losses(micro_batch)).double()
+        dist.all_reduce(sums)
+        mlm_loss, mlm_correct, sentence_loss, sentence_correct, masked = sums.tolist()
+        return LossSums(mlm_loss, mlm_correct, int(masked), sentence_loss, sentence_correct, examples)
+
+    def gathered_state(self) -> State:
+        """The whole weights and moments; every rank must call, rank 0 gets them and the others nothing."""
+        weights, moments = {}, {}
+        for name, master in self._masters():
+            weights[name] = self._gathered(name, master)
+            for moment in MOMENTS:
+                moments[f"{name}.{moment}"] = self._gathered(name, self._optimizer.state[master][moment])
+        if dist.get_rank() != 0:
+            return State({}, {})
+        return State(weights, moments)
+
+    def _losses(self, micro_batch: MicroBatch) -> PretrainingLosses:
+        batch = micro_batch.to(self.device)
+        mlm_logits, sentence_logits = self._engine(
+            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions
+        )
+        return pretraining_losses(mlm_logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
+
+    def _masters(self) -> list[tuple[str, Tensor]]:
+        """Per tensor its name and what the optimizer steps: the float32 tensor, or this rank's flat slice of it."""
+        if self._zero_stage == 3:
+            masters = self._engine.optimizer.fp32_partitioned_groups_flat
+        else:
+            masters = [group["params"][0] for group in self._optimizer.param_groups]
+        return list(zip(self._shapes, masters, strict=True))
+
+    def _create_moments(self) -> None:
+        masters = [master for _, master in self._masters()]
+        if isinstance(self._optimizer, Lamb):
+            self._optimizer.create_state(masters)
+            return
+        for master in masters:
+            self._optimizer.state[master] = {
+                "step": torch.tensor(0.0),
+                **{moment: torch.zeros_like(master) for moment in MOMENTS},
+            }
+
+    def _set_finished_steps(self, steps: int) -> None:
+        for group in self._optimizer.param_groups:
+            if group.get("bias_correction"):
+                group["step"] = steps
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        shape = self._shapes[name]
+        if not self.partitioned:
+            return part.detach().to("cpu", torch.float32, copy=True).reshape(shape)
+        slices = part.detach().new_empty(part.numel() * dist.get_world_size())
+        dist.all_gather_into_tensor(slices, part.detach().flatten())
+        return slices[: math.prod(shape)].reshape(shape).cpu()
+
+    def _set_whole(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        for name, master in self._masters():
+            self._set_part(master, weights[name])
+            for moment in MOMENTS:
+                if f"{name}.{moment}" in moments:
+                    self._set_part(self._optimizer.state[master][moment], moments[f"{name}.{moment}"])
+
+    def _set_part(self, part: Tensor, whole: Tensor) -> None:
+        """Copy this rank's share of the tensor `whole` into `part`."""
+        if not self.partitioned:
+            part.detach().copy_(whole.reshape(part.shape))
+            return
+        begin = dist.get_rank() * part.numel()
+        share = whole.flatten()[begin : begin + part.numel()]
+        part.detach().flatten()[: share.numel()].copy_(share)
+
+
+class PendingCount:
+    """A count being summed over the ranks."""
+
+    def __init__(self, count: Tensor):
+        self._count = count
+        self._work = dist.all_reduce(count, async_op=True)
+
+    def value(self) -> int:
+        self._work.wait()
+        return int(self._count.item())

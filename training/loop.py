@@ -1,0 +1,185 @@
+"""The training loop: global batches in, metrics and checkpoints out, until the last step or a request to stop."""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs.schema import Config
+from training.batches import Batches, RankBatch
+from training.checkpoint import CheckpointWriter
+from training.engine import Engine, LossSums
+from training.evaluate import validation_metrics
+from training.schedule import learning_rate_at
+from training.tracking import MetricsFile
+
+REPORT_SECONDS = 10.0
+
+
+class StopRequest:
+    """Set by SIGTERM or Ctrl-C: all ranks finish the step they are in, save, and end."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
+
+    def _request(self, *_: object) -> None:
+        self.requested = True
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What rank 0 keeps of a run: its metrics, and its checkpoints with `state(progress)` in them."""
+
+    metrics: MetricsFile
+    checkpoints: CheckpointWriter
+    state: Callable[[Progress], dict]
+
+
+def train(
+    config: Config,
+    engine: Engine,
+    batches: Batches,
+    validation: Batches,
+    progress: Progress,
+    stop: StopRequest,
+    recorder: Recorder | None,
+    unigram_cross_entropy: float,
+) -> None:
+    """Go on from `progress` (which is kept up to date) to the last step; only rank 0 has a `recorder`.
+
+    Raises `FloatingPointError` at the first loss or gradient that is not finite, without saving what it led to.
+    """
+    training = config.training
+    last_step = min(training.steps, training.stop_after or training.steps)
+    report = _Reports(progress, last_step) if recorder is not None else None
+    saved_step = progress.step
+    prefetched = batches.prefetched(progress.step, last_step)
+    batch = next(prefetched, None)
+    pending = engine.count_masked(batch) if batch else None
+    while batch is not None:
+        begin = time.monotonic()
+        masked = pending.value()
+        following = next(prefetched, None)
+        waited = time.monotonic() - begin
+        pending = engine.count_masked(following) if following else None
+        rate = learning_rate_at(progress.step, training.learning_rate, training.warmup_steps, training.steps)
+        sums, stopping = engine.train_step(batch, masked, rate, stop.requested)
+        progress.step += 1
+        progress.tokens += batch.tokens
+        _check_finite(sums, engine.gradient_norm, progress.step, rate)
+        seconds = time.monotonic() - begin
+        values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
+        ending = stopping or progress.step == last_step
+        if progress.step % training.evaluate.every == 0 or (ending and not stopping):
+            evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches))
+            values |= validation_metrics(evaluated, config.data.sentence_objective != "none")
+            values["validation/unigram_cross_entropy"] = unigram_cross_entropy
+        if recorder is not None:
+            recorder.metrics.append(progress.step, progress.tokens, values)
+            report.step(values, batch.tokens)
+        if progress.step % training.checkpoint.every == 0 or (ending and saved_step != progress.step):
+            _save(engine, recorder, progress)
+            saved_step = progress.step
+        if stopping:
+            break
+        batch = following
+    prefetched.close()
+    if recorder is not None:
+        recorder.checkpoints.wait()
+
+
+def _save(engine: Engine, recorder: Recorder | None, progress: Progress) -> None:
+    state = engine.gathered_state()
+    if recorder is not None:
+        recorder.checkpoints.write(progress.step, state.weights, state.moments, recorder.state(progress))
+
+
+def _check_finite(sums: LossSums, gradient_norm: float, step: int, rate: float) -> None:
+    if not (math.isfinite(sums.mlm_loss) and math.isfinite(sums.sentence_loss) and math.isfinite(gradient_norm)):
+        raise FloatingPointError(
+            f"step {step} is not finite (loss {sums.mean_mlm_loss + sums.mean_sentence_loss}, gradient norm "
+            f"{gradient_norm}, learning rate {rate:.3g}): the last checkpoint is kept; a lower training.learning_rate "
+            "or a longer warm-up may help"
+        )
+
+
+def _training_metrics(
+    sums: LossSums,
+    batch: RankBatch,
+    rate: float,
+    gradient_norm: float,
+    seconds: float,
+    waited: float,
+    config: Config,
+) -> dict[str, float]:
+    values = {
+        "train/loss": sums.mean_mlm_loss + sums.mean_sentence_loss,
+        "train/mlm_loss": sums.mean_mlm_loss,
+        "train/mlm_accuracy": sums.mlm_correct / max(1, sums.masked),
+    }
+    if config.data.sentence_objective != "none":
+        values["train/sop_loss"] = sums.mean_sentence_loss
+        values["train/sop_accuracy"] = sums.sentence_correct / sums.examples
+    return values | {
+        "train/learning_rate": rate,
+        "train/gradient_norm": gradient_norm,
+        "speed/tokens_per_second": batch.tokens / seconds,
+        "speed/padding_fraction": 1 - batch.tokens / batch.padded_tokens,
+        "speed/data_wait_fraction": waited / seconds,
+    }
+
+
+class _Reports:
+    """A line on the terminal now and then, and at every evaluation."""
+
+    def __init__(self, progress: Progress, last_step: int):
+        self._progress = progress
+        self._last_step = last_step
+        self._begin = self._reported = time.monotonic()
+        self._first_step = progress.step
+        self._tokens = 0
+
+    def step(self, values: dict[str, float], tokens: int) -> None:
+        now = time.monotonic()
+        self._tokens += tokens
+        step = self._progress.step
+        if "validation/mlm_loss" in values:
+            sop = ""
+            if "validation/sop_accuracy" in values:
+                sop = (
+                    f", SOP accuracy {values['validation/sop_accuracy']:.3f} "
+                    f"± {values['validation/sop_accuracy_standard_error']:.3f}"
+                )
+            print(
+                f"step {step:>6,}  validation: MLM loss {values['validation/mlm_loss']:.3f} "
+                f"(unigram {values['validation/unigram_cross_entropy']:.3f}), "
+                f"MLM accuracy {values['validation/mlm_accuracy']:.3f}{sop}",
+                flush=True,
+            )
+        elif now - self._reported >= REPORT_SECONDS or step == self._first_step + 1:
+            left = (now - self._begin) / (step - self._first_step) * (self._last_step - step)
+            sop = f", SOP {values['train/sop_loss']:.3f}" if "train/sop_loss" in values else ""
+            print(
+                f"step {step:>6,} of {self._last_step:,}  loss {values['train/loss']:.3f} "
+                f"(MLM {values['train/mlm_loss']:.3f}{sop})  rate {values['train/learning_rate']:.2e}  "
+                f"{self._tokens / (now - self._begin):,.0f} tokens/s  {_duration(left)} left",
+                flush=True,
+            )
+            self._reported = now
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,153 @@
+"""One training process, from joining the others to leaving them."""
+
+import json
+import sys
+
+import deepspeed
+import torch
+
+from configs.schema import Config, flat, resolved
+from data_prep.files import write_whole
+from data_prep.shards import Dataset
+from data_prep.vocabulary import Vocabulary
+from training.batches import Batches
+from training.checkpoint import CheckpointWriter
+from training.engine import Engine, Resumed, State, deepspeed_config, join_processes
+from training.evaluate import unigram_cross_entropy
+from training.loop import Progress, Recorder, StopRequest, train
+from training.plots import plot_losses
+from training.run_folder import CHECKPOINTS, CONFIG, RunFolder
+from training.tracking import (
+    DATA_DIGEST,
+    DATA_FOLDER,
+    DATA_RUN,
+    GIT_COMMIT,
+    METRICS,
+    RUN_ID,
+    BackgroundRun,
+    MetricsFile,
+    git_commit,
+)
+
+DEEPSPEED_CONFIG = "ds_config.json"
+MLFLOW_CLOSE_SECONDS = 60.0
+
+
+def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
+    """Train `config` on `dataset` from where `folder` stands."""
+    stop = StopRequest()
+    rank, world_size = join_processes()
+    vocabulary = Vocabulary.load(dataset.vocabulary_path)
+    train_split, validation_split = dataset.split("train"), dataset.split("validation")
+
+    def batches(split, seed: int, ranks: tuple[int, int], fixed: bool) -> Batches:
+        training = config.training
+        return Batches(
+            split,
+            vocabulary.word_starts,
+            config.data,
+            seed,
+            training.global_batch_size,
+            training.micro_batch_tokens,
+            *ranks,
+            fixed=fixed,
+        )
+
+    validation = batches(validation_split, 0, (rank, world_size), fixed=True)
+    resumed = None
+    checkpoint = folder.checkpoint
+    if checkpoint is not None:
+        resumed = Resumed(checkpoint.step, State(checkpoint.weights(), checkpoint.moments()))
+    initial = folder.initial.weights() if folder.initial is not None else None
+    engine = Engine(config, vocabulary.size, initial, resumed)
+    progress = Progress(checkpoint.step, checkpoint.state["tokens"]) if checkpoint is not None else Progress(0, 0)
+
+    recorder = tracker = None
+    unigram = float("nan")
+    if rank == 0:
+        whole_validation = batches(validation_split, 0, (0, 1), fixed=True)
+        unigram = unigram_cross_entropy(
+            train_split, whole_validation.one_pass(config.training.evaluate.batches), vocabulary.size
+        )
+        recorder, tracker = _start_recording(config, dataset, folder, progress)
+        _print_start(config, dataset, folder, engine, world_size)
+    failed = True
+    try:
+        train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
+        train(config, engine, train_batches, validation, progress, stop, recorder, unigram)
+        failed = False
+    except FloatingPointError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    finally:
+        if rank == 0:
+            finished = progress.step >= config.training.steps
+            status = "FAILED" if failed else "FINISHED" if finished or not stop.requested else "KILLED"
+            _finish_recording(folder, tracker, status)
+    if rank == 0:
+        state = "stopped, saved" if stop.requested else "finished"
+        print(f"training: {folder.path} {state} at step {progress.step:,}", flush=True)
+    deepspeed.comm.destroy_process_group()
+
+
+def _start_recording(
+    config: Config, dataset: Dataset, folder: RunFolder, progress: Progress
+) -> tuple[Recorder, BackgroundRun]:
+    folder.write_config(config)
+    write_whole(folder.path / DEEPSPEED_CONFIG, json.dumps(deepspeed_config(config.training), indent=1) + "\n")
+    commit = git_commit()
+    data_run = dataset.folder / RUN_ID
+    tags = {
+        "kind": "pretraining",
+        "run.folder": str(folder.path),
+        DATA_FOLDER: str(dataset.folder),
+        DATA_DIGEST: dataset.digest,
+        **({DATA_RUN: data_run.read_text().strip()} if data_run.exists() else {}),
+        **({GIT_COMMIT: commit} if commit else {}),
+    }
+    metrics = MetricsFile(folder.path, progress.step)
+    tracker = BackgroundRun(folder.path, config, f"{config.name} pretraining", flat(resolved(config)), tags)
+
+    def state(progress: Progress) -> dict:
+        run_id = folder.path / RUN_ID
+        return {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "config": resolved(config),
+            "data": {"folder": str(dataset.folder), "digest": dataset.digest, "inputs": dataset.manifest["inputs"]},
+            "init_from": str(folder.initial.path) if folder.initial is not None else None,
+            "mlflow_run_id": run_id.read_text().strip() if run_id.exists() else None,
+            "git_commit": commit,
+            "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        }
+
+    checkpoints = CheckpointWriter(folder.path / CHECKPOINTS, config.training.checkpoint.keep)
+    return Recorder(metrics, checkpoints, state), tracker
+
+
+def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str) -> None:
+    plot = plot_losses(folder.path)
+    artifacts = [folder.path / CONFIG, folder.path / DEEPSPEED_CONFIG, *([plot] if plot else [])]
+    if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS):
+        print(
+            f"warning: MLflow does not have all of this run yet; {folder.path / METRICS} has, and the rest is sent "
+            "when the run goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _print_start(config: Config, dataset: Dataset, folder: RunFolder, engine: Engine, world_size: int) -> None:
+    for line in folder.passed_over:
+        print(f"training: passed over {line}", flush=True)
+    if folder.checkpoint is not None:
+        print(f"training: going on from {folder.checkpoint.path}", flush=True)
+    elif folder.initial is not None:
+        print(f"training: starting with the weights of {folder.initial.path}", flush=True)
+    print(
+        f"training: {config.name}, {engine.parameter_count():,} parameters, {world_size} processes on "
+        f"{engine.device.type}, ZeRO stage {config.training.zero_stage}, {config.training.precision}; "
+        f"{config.training.steps:,} steps of {config.training.global_batch_size:,} examples from {dataset.folder}",
+        flush=True,
+    )

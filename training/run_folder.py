@@ -1,0 +1,109 @@
+"""A run's folder: what it holds already, and whether a configuration may go on with it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from configs.schema import Config, ConfigError, flat, resolved, validate_config
+from data_prep.files import write_whole
+from data_prep.plan import data_settings
+from data_prep.shards import Dataset
+from training.checkpoint import Checkpoint, newest_complete, opened
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+CURVE_KEEPS = (
+    "name",
+    "data.output",
+    "data.max_bad_fraction",
+    "training.output",
+    "training.processes_per_node",
+    "training.micro_batch_tokens",
+    "training.stop_after",
+    "training.zero_stage",
+    "training.activation_checkpointing",
+    "training.evaluate",
+    "training.checkpoint",
+    "tracking",
+)
+"""Settings that may change while a run goes on, since the curve does not depend on them."""
+
+
+def check_data(config: Config, dataset: Dataset) -> None:
+    """Refuse data that was prepared under other settings than `config` names, or that holds no examples."""
+    made = flat(dataset.manifest["config"])
+    wanted = flat(data_settings(config.data))
+    changed = [key for key, value in wanted.items() if key in made and made[key] != value]
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"{dataset.folder} was prepared with data.{key} {made[key]!r}, the config says {wanted[key]!r}: "
+            "run python -m data_prep, or name another data.output"
+        )
+    for split in ("train", "validation"):
+        if not sum(shard["rows"] for shard in dataset.manifest["shards"] if shard["split"] == split):
+            raise ConfigError(
+                f"{dataset.folder} has no {split} examples: add text or change data.validation_fraction, prepare again"
+            )
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`runs/<name>` as found: its newest complete checkpoint, and lines about newer ones that were passed over."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    passed_over: list[str]
+    initial: Checkpoint | None
+    finished: bool
+
+    @classmethod
+    def open(cls, config: Config, dataset: Dataset, extend: bool) -> "RunFolder":
+        """Look at the folder; raises `ConfigError` where `config` or the data would change the run's curve."""
+        training = config.training
+        path = Path(training.output)
+        check_former_config(config, extend)
+        checkpoint, passed_over = newest_complete(path / CHECKPOINTS)
+        if checkpoint is not None and checkpoint.state["data"]["digest"] != dataset.digest:
+            raise ConfigError(
+                f"{path} was trained on other data than {dataset.folder} now holds: name another training.output, "
+                "or prepare the former data again"
+            )
+        initial = None
+        if checkpoint is None and training.init_from:
+            initial = opened(Path(training.init_from))
+        last_step = min(training.steps, training.stop_after or training.steps)
+        finished = checkpoint is not None and checkpoint.step >= last_step
+        return cls(path, checkpoint, passed_over, initial, finished)
+
+    def write_config(self, config: Config) -> None:
+        write_whole(self.path / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved(config))))
+
+
+def check_former_config(config: Config, extend: bool) -> None:
+    """Refuse to go on with the run in `training.output` where `config` would change its curve."""
+    file = Path(config.training.output) / CONFIG
+    if not file.exists():
+        return
+    former = validate_config(OmegaConf.to_container(OmegaConf.load(file)), source=str(file))
+    old, new = flat(resolved(former)), flat(resolved(config))
+    changed = [key for key in new if old.get(key) != new[key] and not _keeps_curve(key)]
+    if changed == ["training.steps"] and config.training.steps > former.training.steps:
+        if not extend:
+            raise ConfigError(
+                f"{file.parent} was started for {former.training.steps:,} steps, the config says "
+                f"{config.training.steps:,}: add --extend to go on to there (the schedule changes with it)"
+            )
+        return
+    if changed:
+        keys = ", ".join(f"{key} ({old.get(key)!r} -> {new[key]!r})" for key in changed[:3])
+        raise ConfigError(
+            f"{file.parent} holds a run with other settings: {keys}: name another training.output "
+            "(training.init_from takes over its weights), or restore them"
+        )
+
+
+def _keeps_curve(key: str) -> bool:
+    return any(key == kept or key.startswith(kept + ".") for kept in CURVE_KEEPS)

@@ -1,0 +1,233 @@
+"""Metrics: a local file first, MLflow in the background.
+
+`metrics.jsonl` is the truth: one JSON object a step, appended and flushed before anything else. A thread sends its
+lines to MLflow as they come; while MLflow cannot be reached, training goes on and the lines wait in the file. MLflow's
+history only grows: after a resume it is sent the steps beyond the last it has.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import Config
+from data_prep.files import write_whole
+
+METRICS = "metrics.jsonl"
+RUN_ID = "mlflow_run_id"
+NOT_METRICS = ("step", "tokens", "time")
+SEND_SECONDS = 5.0
+LONGEST_WAIT_SECONDS = 300.0
+LINES_PER_CALL = 30
+"""MLflow takes 1000 metrics a call."""
+PARAMS_PER_CALL = 100
+DATASET_DIGEST_CHARACTERS = 36
+"""MLflow takes no longer ones."""
+SQLITE = "sqlite:///"
+DATA_DIGEST = "data.digest"
+DATA_FOLDER = "data.folder"
+DATA_RUN = "data.run_id"
+GIT_COMMIT = "mlflow.source.git.commit"
+"""The tag in which MLflow's own pages look for the commit."""
+
+logger = logging.getLogger("tracking")
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run, cut back to the finished step that the run continues from."""
+
+    def __init__(self, folder: Path, finished_step: int):
+        self.path = folder / METRICS
+        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= finished_step]
+        write_whole(self.path, "".join(kept))
+
+    def append(self, step: int, tokens: int, values: dict[str, float]) -> None:
+        """One line: `step`, the `tokens` seen so far, the `time` now (seconds since 1970), and `values` by name."""
+        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(folder: Path) -> Iterator[dict]:
+    """The lines of a run's `metrics.jsonl`; one cut off by a kill is passed over."""
+    return (json.loads(line) for line in _whole_lines(folder / METRICS))
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory's repository, with `-dirty` where files differ from it."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def mlflow_client(uri: str):
+    """An MLflow client for `uri`, with MLflow's telemetry switched off."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    if uri.startswith(SQLITE):
+        Path(uri.removeprefix(SQLITE)).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=uri)
+
+
+def experiment_id(client, name: str, uri: str) -> str:
+    """The id of the experiment `name`, made if need be; beside a SQLite store, artifacts lie in `artifacts/`."""
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return found.experiment_id
+    place = None
+    if uri.startswith(SQLITE):
+        place = (Path(uri.removeprefix(SQLITE)).parent / "artifacts").as_uri()
+    return client.create_experiment(name, artifact_location=place)
+
+
+class Run:
+    """One run in MLflow: found again by the id that lies in `folder` if it is about the same data, or made."""
+
+    def __init__(self, folder: Path, config: Config, name: str, params: dict, tags: dict[str, str]):
+        from mlflow.entities import Param, RunTag
+
+        self.client = mlflow_client(config.tracking.uri)
+        known = folder / RUN_ID
+        self.id = self._known_id(known, tags[DATA_DIGEST])
+        if self.id is not None:
+            self.client.update_run(self.id, status="RUNNING")
+            self.client.log_batch(self.id, tags=[RunTag(key, value) for key, value in tags.items()])
+            return
+        experiment = experiment_id(self.client, config.tracking.experiment, config.tracking.uri)
+        run = self.client.create_run(experiment, run_name=name, tags=tags)
+        self.id = run.info.run_id
+        items = [Param(key, str(value)) for key, value in params.items()]
+        for begin in range(0, len(items), PARAMS_PER_CALL):
+            self.client.log_batch(self.id, params=items[begin : begin + PARAMS_PER_CALL])
+        self._log_dataset(tags[DATA_DIGEST], tags[DATA_FOLDER])
+        write_whole(known, self.id + "\n")
+
+    def _known_id(self, file: Path, data_digest: str) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        if not file.exists():
+            return None
+        try:
+            found = self.client.get_run(file.read_text().strip())
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+        return found.info.run_id if found.data.tags.get(DATA_DIGEST) == data_digest else None
+
+    def _log_dataset(self, digest: str, folder: str) -> None:
+        from mlflow.entities import Dataset, DatasetInput
+
+        source = json.dumps({"uri": Path(folder).as_uri()})
+        dataset = Dataset(Path(folder).name, digest[:DATASET_DIGEST_CHARACTERS], "local", source)
+        self.client.log_inputs(self.id, datasets=[DatasetInput(dataset)])
+
+    def last_step(self, metric: str) -> int:
+        """The last step of `metric` that MLflow has, 0 if none."""
+        history = self.client.get_metric_history(self.id, metric)
+        return max((point.step for point in history), default=0)
+
+    def send(self, lines: list[dict]) -> None:
+        """Send lines of `metrics.jsonl` in one call: MLflow takes them all or none."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, float(value), int(line["time"] * 1000), line["step"])
+            for line in lines
+            for name, value in line.items()
+            if name not in NOT_METRICS
+        ]
+        self.client.log_batch(self.id, metrics=metrics)
+
+
+class BackgroundRun:
+    """Follows a run's `metrics.jsonl` and keeps MLflow up to it, in a thread that never raises into training."""
+
+    FIRST_METRIC = "train/loss"
+
+    def __init__(self, folder: Path, config: Config, name: str, params: dict, tags: dict[str, str]):
+        self._folder = folder
+        self._make_run = lambda: Run(folder, config, name, params, tags)
+        self._run: Run | None = None
+        self._sent = 0
+        self._position = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
+        self._thread.start()
+
+    def close(self, status: str, artifacts: list[Path], timeout: float) -> bool:
+        """Send what is left, `artifacts` too, and set the run's `status` (FINISHED, KILLED or FAILED).
+
+        Returns whether MLflow has it all; what it has not after `timeout` seconds is sent when the run goes on.
+        """
+        self._closing.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive() or self._run is None:
+            return False
+        try:
+            for path in artifacts:
+                if path.exists():
+                    self._run.client.log_artifact(self._run.id, str(path))
+            self._run.client.set_terminated(self._run.id, status)
+        except Exception as error:
+            logger.warning("MLflow did not take the end of the run: %s", error)
+            return False
+        return True
+
+    def _follow(self) -> None:
+        wait, reported = SEND_SECONDS, False
+        while True:
+            closing = self._closing.is_set()
+            try:
+                self._send_new()
+                wait = SEND_SECONDS
+                if reported:
+                    logger.warning("MLflow answers again")
+                    reported = False
+                if closing:
+                    return
+            except Exception as error:
+                if not reported:
+                    logger.warning("MLflow does not answer; metrics wait in %s: %s", self._folder / METRICS, error)
+                    reported = True
+                if closing:
+                    return
+                wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            self._closing.wait(wait)
+
+    def _send_new(self) -> None:
+        if self._run is None:
+            run = self._make_run()
+            self._sent = run.last_step(self.FIRST_METRIC)
+            self._run = run
+        path = self._folder / METRICS
+        if not path.exists():
+            return
+        with open(path, "rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        lines = [json.loads(line) for line in content.splitlines()]
+        new = [line for line in lines if line["step"] > self._sent]
+        for begin in range(0, len(new), LINES_PER_CALL):
+            self._run.send(new[begin : begin + LINES_PER_CALL])
+            self._sent = new[begin : begin + LINES_PER_CALL][-1]["step"]
+        self._position += len(content)
