@@ -1,6 +1,8 @@
 """Drives a data preparation: checks, the steps in processes of their own, progress, and the manifest last."""
 
+import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -9,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
@@ -61,15 +63,22 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
 
 def check_beam_options(arguments: list[str]) -> None:
     """Refuse misspelt Beam options and unknown runners, which Beam itself would pass over or find late."""
+    # Beam warns through the root logger of libraries that are not here and of the options refused below.
+    logging.getLogger().addHandler(logging.NullHandler())
     from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
     from apache_beam.runners.runner import create_runner
 
     for position, argument in enumerate(arguments):
         if not argument.startswith("--") and (position == 0 or not arguments[position - 1].startswith("--")):
             raise ConfigError(f"unexpected argument {argument!r}: options start with -- (see --help)")
-    options = PipelineOptions(arguments)
-    known = options.get_all_options()
-    unknown = sorted(set(options.get_all_options(retain_unknown_options=True)) - set(known))
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            options = PipelineOptions(arguments)
+            known = options.get_all_options()
+            unknown = sorted(set(options.get_all_options(retain_unknown_options=True)) - set(known))
+    except SystemExit:
+        raise ConfigError(f"Beam refuses its options: {said.getvalue().strip().rpartition('error: ')[2]}") from None
     if unknown:
         close = get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean --{close[0]}?" if close else "see --help and Beam's pipeline options"

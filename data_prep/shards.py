@@ -131,6 +131,8 @@ class Split:
 
     def _by_batch(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(record batch, places among `indices`, rows in the batch), for every record batch that is touched."""
+        if not len(indices):
+            return
         batches = np.searchsorted(self._first_rows, indices, side="right") - 1
         order = np.argsort(batches, kind="stable")
         touched, starts = np.unique(batches[order], return_index=True)

@@ -52,7 +52,7 @@ def deepspeed_config(training: TrainingConfig) -> dict:
     generated = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": training.gradient_clipping,
+        "gradient_clipping": 0.0 if _clips_itself(training) else training.gradient_clipping,
         "zero_optimization": {"stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
@@ -66,6 +66,11 @@ def deepspeed_config(training: TrainingConfig) -> dict:
     if training.precision == "fp16":
         generated["fp16"] = {"enabled": True}
     return _merged(generated, training.deepspeed)
+
+
+def _clips_itself(training: TrainingConfig) -> bool:
+    """Whether no wrapper of DeepSpeed's clips: in float32 without ZeRO it tells no one the norm."""
+    return training.zero_stage == 0 and training.precision == "fp32"
 
 
 def _merged(base: dict, changes: dict) -> dict:
@@ -113,7 +118,12 @@ class Resumed:
 
 
 class Engine:
-    """ALBERT, its optimizer and DeepSpeed's engine around both."""
+    """ALBERT, its optimizer and DeepSpeed's engine around both.
+
+    `gradient_norm` is the global norm of the last step's gradient, before clipping.
+    """
+
+    gradient_norm = float("nan")
 
     def __init__(
         self,
@@ -144,6 +154,7 @@ class Engine:
             model=model, optimizer=self._optimizer, config=deepspeed_config(training)
         )
         self._zero_stage = training.zero_stage
+        self._clipping = training.gradient_clipping if _clips_itself(training) else 0.0
         self._create_moments()
         if weights is not None:
             # DeepSpeed took its float32 masters from working copies that may be in half precision.
@@ -184,17 +195,15 @@ class Engine:
             # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
             self._engine.backward(loss * world_size, scale_wrt_gas=False)
             sums[:4] += torch.stack(losses).detach()
+        if not self.partitioned:
+            self._measure_and_clip()
         self._engine.step()
+        if self.partitioned:
+            self.gradient_norm = float(self._engine.get_global_grad_norm())
         dist.all_reduce(sums)
         mlm_loss, mlm_correct, sentence_loss, sentence_correct, stops = sums.tolist()
         total = LossSums(mlm_loss, mlm_correct, masked, sentence_loss, sentence_correct, batch.examples)
         return total, stops > 0
-
-    @property
-    def gradient_norm(self) -> float:
-        """The global norm of the last step's gradient, before clipping."""
-        norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[RankBatch]) -> LossSums:
@@ -221,6 +230,16 @@ class Engine:
         if dist.get_rank() != 0:
             return State({}, {})
         return State(weights, moments)
+
+    @torch.no_grad()
+    def _measure_and_clip(self) -> None:
+        """Set `gradient_norm` from the whole gradients, and clip them by it unless DeepSpeed does."""
+        gradients = [parameter.grad for parameter in self._engine.module.parameters()]
+        self.gradient_norm = float(
+            torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
+        )
+        if 0 < self._clipping < self.gradient_norm:
+            torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
 
     def _losses(self, micro_batch: MicroBatch) -> PretrainingLosses:
         batch = micro_batch.to(self.device)

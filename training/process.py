@@ -30,7 +30,8 @@ from training.tracking import (
 )
 
 DEEPSPEED_CONFIG = "ds_config.json"
-MLFLOW_CLOSE_SECONDS = 60.0
+MLFLOW_CLOSE_SECONDS = {"FINISHED": 60.0, "KILLED": 10.0, "FAILED": 10.0}
+"""How long a run that has ended waits for MLflow: one that was told to stop should not keep others waiting."""
 
 
 def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
@@ -129,7 +130,7 @@ def _start_recording(
 def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str) -> None:
     plot = plot_losses(folder.path)
     artifacts = [folder.path / CONFIG, folder.path / DEEPSPEED_CONFIG, *([plot] if plot else [])]
-    if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS):
+    if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS[status]):
         print(
             f"warning: MLflow does not have all of this run yet; {folder.path / METRICS} has, and the rest is sent "
             "when the run goes on",

@@ -17,6 +17,7 @@ CHECKPOINTS = "checkpoints"
 CURVE_KEEPS = (
     "name",
     "data.output",
+    "data.inputs",
     "data.max_bad_fraction",
     "training.output",
     "training.processes_per_node",
@@ -32,10 +33,13 @@ CURVE_KEEPS = (
 
 
 def check_data(config: Config, dataset: Dataset) -> None:
-    """Refuse data that was prepared under other settings than `config` names, or that holds no examples."""
+    """Refuse data that was prepared under other settings than `config` names, or that holds no examples.
+
+    Where its inputs lay does not matter: data may be prepared on another machine.
+    """
     made = flat(dataset.manifest["config"])
     wanted = flat(data_settings(config.data))
-    changed = [key for key, value in wanted.items() if key in made and made[key] != value]
+    changed = [key for key, value in wanted.items() if key != "inputs" and made.get(key) != value]
     if changed:
         key = changed[0]
         raise ConfigError(

@@ -22,6 +22,8 @@ RUN_ID = "mlflow_run_id"
 NOT_METRICS = ("step", "tokens", "time")
 SEND_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
+RETRY_SECONDS = 1.0
+"""Between attempts while a run that has ended waits for MLflow."""
 LINES_PER_CALL = 30
 """MLflow takes 1000 metrics a call."""
 PARAMS_PER_CALL = 100
@@ -208,10 +210,11 @@ class BackgroundRun:
                 if not reported:
                     logger.warning("MLflow does not answer; metrics wait in %s: %s", self._folder / METRICS, error)
                     reported = True
-                if closing:
-                    return
                 wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-            self._closing.wait(wait)
+            if closing:
+                time.sleep(RETRY_SECONDS)
+            else:
+                self._closing.wait(wait)
 
     def _send_new(self) -> None:
         if self._run is None:

@@ -138,7 +138,9 @@ def test_dealing_loses_and_doubles_nothing_and_keeps_the_budget(lengths, world_s
 
 def test_padding_is_small_in_a_large_batch():
     generator = np.random.default_rng(0)
-    lengths = np.where(generator.random(4096) < 0.1, generator.integers(5, 512, 4096), generator.integers(480, 513, 4096))
+    lengths = np.where(
+        generator.random(4096) < 0.1, generator.integers(5, 512, 4096), generator.integers(480, 513, 4096)
+    )
     groups = [group for step in deal(lengths, 8, 16384) for group in step]
     padded = [len(group) * padded_length(lengths[group]) for group in groups]
     assert 1 - lengths.sum() / sum(padded) < 0.03

@@ -1,0 +1,258 @@
+"""The training command under DeepSpeed's launcher: a curve, undisturbed and disturbed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.small_run import ROOT, run, settings
+
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", "training.pretrain"]
+PORTS = iter(range(29600, 29700))
+
+
+def launched(*arguments: str) -> list[str]:
+    return [*LAUNCHER[:3], f"--master_port={next(PORTS)}", *LAUNCHER[3:], *arguments]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step."""
+    return {line["step"]: (line["train/loss"], line["train/gradient_norm"]) for line in metrics(folder)}
+
+
+def mlflow_points(folder: Path, metric: str = "train/loss") -> list[tuple[str, int]]:
+    """(run, step) of every point of `metric` that the SQLite store holds, read without MLflow."""
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as store:
+        return store.execute("select run_uuid, step from metrics where key = ? order by step", (metric,)).fetchall()
+
+
+def final_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run" / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Until the run in `folder` has finished `step` steps."""
+    path = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The training processes whose command line names `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_text().split("\0")
+            if "training.pretrain" in command[2:5] and any(str(folder) in part for part in command):
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def workspace(small_data, tmp_path_factory):
+    """Makes a folder with a copy of the small data set."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(small_data / "data", folder / "data")
+        shutil.copy(small_data / "corpus.txt", folder / "corpus.txt")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workspace) -> Path:
+    """A finished run of 40 steps on two processes."""
+    folder = workspace("undisturbed")
+    result = subprocess.run(launched(*settings(folder)), cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_a_run_leaves_everything_that_was_promised(undisturbed):
+    lines = metrics(undisturbed)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert all(line["tokens"] > 0 and line["speed/tokens_per_second"] > 0 for line in lines)
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
+    assert [line["step"] for line in lines if "validation/mlm_loss" in line] == [20, 40]
+    checkpoints = sorted(path.name for path in (undisturbed / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000030", "step-00000040"]
+    assert {path.name for path in (undisturbed / "run").iterdir()} >= {"config.yaml", "ds_config.json", "plots"}
+    assert (undisturbed / "run" / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_tells_how_to_make_it_again(undisturbed):
+    state = json.loads((undisturbed / "run" / "checkpoints" / "step-00000040" / "state.json").read_text())
+    assert state["step"] == 40
+    assert state["tokens"] == metrics(undisturbed)[-1]["tokens"]
+    assert state["config"]["training"]["steps"] == 40
+    assert state["data"]["inputs"][0]["path"] == str(undisturbed.parent / "small0" / "corpus.txt")
+    assert len(state["data"]["inputs"][0]["sha256"]) == 64
+    assert [(state["mlflow_run_id"], 40)] == mlflow_points(undisturbed)[-1:]
+
+
+def test_mlflow_has_every_step_once_under_one_run(undisturbed):
+    points = mlflow_points(undisturbed)
+    assert [step for _, step in points] == list(range(1, 41))
+    assert len({run_id for run_id, _ in points}) == 1
+    assert [step for _, step in mlflow_points(undisturbed, "validation/mlm_loss")] == [20, 40]
+
+
+def test_a_finished_run_is_not_run_again(undisturbed):
+    before = (undisturbed / "run" / "metrics.jsonl").read_bytes()
+    result = run("-m", "training.pretrain", *settings(undisturbed))
+    assert result.returncode == 0
+    assert "complete at step 40" in result.stdout
+    assert (undisturbed / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened_with_other_processes_and_stage(undisturbed, workspace):
+    folder = workspace("killed")
+    first = subprocess.Popen(launched(*settings(folder)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    wait_for_step(folder, 15, first)
+    launchers = [
+        first.pid,
+        *(int(child) for child in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()),
+    ]
+    ranks = ranks_of(folder)
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in launchers:
+        os.kill(pid, signal.SIGKILL)
+    first.wait()
+
+    refused = run("-m", "training.pretrain", *settings(folder))
+    assert refused.returncode != 0
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert "is being written by process" in refused.stderr
+
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    wait_until_gone(ranks)
+    interrupted_at = max(curve(folder))
+    alone = run(
+        "-m", "training.pretrain", *settings(folder, training__zero_stage="2", training__micro_batch_tokens="640")
+    )
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert f"going on from {folder}/run/checkpoints/step-000000{interrupted_at // 10}0" in alone.stdout
+
+    expected, found = curve(undisturbed), curve(folder)
+    assert list(found) == list(range(1, 41))
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=1e-4), step
+    points = mlflow_points(folder)
+    assert [step for _, step in points] == list(range(1, 41))
+    assert len({run_id for run_id, _ in points}) == 1
+    weights = final_weights(folder, 40)
+    for name, expected_weight in final_weights(undisturbed, 40).items():
+        torch.testing.assert_close(weights[name], expected_weight, rtol=1e-3, atol=1e-5)
+
+
+def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_from_there(undisturbed, workspace):
+    folder = workspace("stopped")
+    process = subprocess.Popen(
+        launched(*settings(folder)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    wait_for_step(folder, 13, process)
+    begin = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    wait_until_gone(ranks_of(folder))
+    assert time.monotonic() - begin < 30
+    assert "Traceback" not in output.decode()
+    stopped_at = metrics(folder)[-1]["step"]
+    assert 13 <= stopped_at < 40
+    assert (folder / "run" / "checkpoints" / f"step-{stopped_at:08d}" / "COMPLETE").exists()
+
+    again = run("-m", "training.pretrain", *settings(folder, training__stop_after="25", training__zero_stage="0"))
+    assert again.returncode == 0, again.stderr
+    found, expected = curve(folder), curve(undisturbed)
+    assert list(found) == list(range(1, 26))
+    for step in found:
+        assert found[step] == pytest.approx(expected[step], rel=1e-4), step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"training__learning_rate": "0.1"}, "training.learning_rate (0.004 -> 0.1)"),
+        ({"training__steps": "80"}, "--extend"),
+        ({"data__max_length": "32"}, "data.max_length 64, the config says 32"),
+        ({"data__output": "nowhere"}, "run python -m data_prep first"),
+        ({"training__colour": "red"}, "unknown key training.colour"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_in_one_line_that_names_it(undisturbed, overrides, message):
+    begin = time.monotonic()
+    result = run("-m", "training.pretrain", *settings(undisturbed, **overrides))
+    assert result.returncode != 0
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert message in result.stderr
+    assert time.monotonic() - begin < 5
+
+
+def test_a_shard_cut_short_or_altered_is_refused_by_name(workspace):
+    folder = workspace("damaged")
+    shard = folder / "data" / "train-00001-of-00003.arrow"
+    whole = shard.read_bytes()
+    for content, message in (
+        (whole[:-100], "the manifest says"),
+        (whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:], "was altered"),
+    ):
+        shard.write_bytes(content)
+        result = run("-m", "training.pretrain", *settings(folder))
+        assert result.returncode != 0
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert str(shard) in result.stderr
+        assert message in result.stderr
+        assert not (folder / "run").exists()
+
+
+def test_the_launcher_prints_a_refusal_once(workspace):
+    folder = workspace("refused")
+    result = subprocess.run(
+        launched(*settings(folder, training__colour="red")), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    assert (result.stdout + result.stderr).count("unknown key training.colour") == 1
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_weights_of_another_run_start_a_new_one(undisturbed, workspace):
+    folder = workspace("initialised")
+    result = run(
+        "-m",
+        "training.pretrain",
+        *settings(
+            folder, training__init_from=f"{undisturbed}/run", model__num_hidden_layers="3", training__stop_after="2"
+        ),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "starting with the weights of" in result.stdout
+    assert metrics(folder)[0]["train/loss"] < metrics(undisturbed)[0]["train/loss"] - 0.1
