@@ -121,9 +121,14 @@ class MergeShard(PlannedWork):
     def process(self, element: tuple[int, Iterable[Rows]]) -> Iterator[int]:
         shard, places = element
         plan = plan_at(self.plan_path)
-        if not plan.shard_report(shard).exists():
+        if not is_merged(plan, shard):
             merge_shard(plan, shard, [_read_spill(file, position) for file, position in sorted(places)])
         yield shard
+
+
+def is_merged(plan: Plan, shard: int) -> bool:
+    """Whether the finished `shard` lies in the work folder; one that was moved into place already is made again."""
+    return plan.shard_report(shard).exists() and plan.shard(shard).exists()
 
 
 def merge_shard(plan: Plan, shard: int, batches: list[pa.RecordBatch]) -> None:
@@ -176,7 +181,7 @@ def run_examples(plan_path: str, beam_args: list[str]) -> None:
             | "Merge" >> beam.ParDo(MergeShard(plan_path)).with_output_types(int)
         )
     for shard in range(len(plan.shard_splits)):
-        if not plan.shard_report(shard).exists():
+        if not is_merged(plan, shard):
             merge_shard(plan, shard, [])
 
 

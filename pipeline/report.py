@@ -36,11 +36,12 @@ def print_summary(
         )
         table.add_row("unigram cross-entropy", f"{unigram:.3f} nats: the model is {unigram - loss:.3f} below")
         table.add_row("validation MLM accuracy", f"{last['validation/mlm_accuracy']:.3f}")
-        if "validation/sop_accuracy" in last:
+        objective = config.data.sentence_objective
+        accuracy = f"validation/{objective}_accuracy"
+        if accuracy in last:
             table.add_row(
-                "validation SOP accuracy",
-                f"{last['validation/sop_accuracy']:.3f} ± {last['validation/sop_accuracy_standard_error']:.3f} "
-                "(chance: 0.5)",
+                f"validation {objective.upper()} accuracy",
+                f"{last[accuracy]:.3f} ± {last[accuracy + '_standard_error']:.3f} (chance: 0.5)",
             )
     console.rule(f"{config.name}", align="left", style="dim")
     console.print(table)

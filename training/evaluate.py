@@ -11,7 +11,7 @@ from training.batches import RankBatch
 from training.engine import LossSums
 
 
-def validation_metrics(sums: LossSums, has_sentence_objective: bool) -> dict[str, float]:
+def validation_metrics(sums: LossSums, sentence_objective: str) -> dict[str, float]:
     """Metrics of one evaluation by their names in MLflow: losses in nats a token or a pair, accuracies with their
     binomial standard errors."""
     accuracy = sums.mlm_correct / max(1, sums.masked)
@@ -20,12 +20,12 @@ def validation_metrics(sums: LossSums, has_sentence_objective: bool) -> dict[str
         "validation/mlm_accuracy": accuracy,
         "validation/mlm_accuracy_standard_error": standard_error(accuracy, sums.masked),
     }
-    if has_sentence_objective:
+    if sentence_objective != "none":
         accuracy = sums.sentence_correct / max(1, sums.examples)
         metrics |= {
-            "validation/sop_loss": sums.mean_sentence_loss,
-            "validation/sop_accuracy": accuracy,
-            "validation/sop_accuracy_standard_error": standard_error(accuracy, sums.examples),
+            f"validation/{sentence_objective}_loss": sums.mean_sentence_loss,
+            f"validation/{sentence_objective}_accuracy": accuracy,
+            f"validation/{sentence_objective}_accuracy_standard_error": standard_error(accuracy, sums.examples),
         }
     return metrics
 

@@ -62,7 +62,7 @@ def train(
     """
     training = config.training
     last_step = min(training.steps, training.stop_after or training.steps)
-    report = _Reports(progress, last_step) if recorder is not None else None
+    report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
     saved_step = progress.step
     prefetched = batches.prefetched(progress.step, last_step)
     batch = next(prefetched, None)
@@ -83,7 +83,7 @@ def train(
         ending = stopping or progress.step == last_step
         if progress.step % training.evaluate.every == 0 or (ending and not stopping):
             evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches))
-            values |= validation_metrics(evaluated, config.data.sentence_objective != "none")
+            values |= validation_metrics(evaluated, config.data.sentence_objective)
             values["validation/unigram_cross_entropy"] = unigram_cross_entropy
         if recorder is not None:
             recorder.metrics.append(progress.step, progress.tokens, values)
@@ -128,9 +128,10 @@ def _training_metrics(
         "train/mlm_loss": sums.mean_mlm_loss,
         "train/mlm_accuracy": sums.mlm_correct / max(1, sums.masked),
     }
-    if config.data.sentence_objective != "none":
-        values["train/sop_loss"] = sums.mean_sentence_loss
-        values["train/sop_accuracy"] = sums.sentence_correct / sums.examples
+    objective = config.data.sentence_objective
+    if objective != "none":
+        values[f"train/{objective}_loss"] = sums.mean_sentence_loss
+        values[f"train/{objective}_accuracy"] = sums.sentence_correct / sums.examples
     return values | {
         "train/learning_rate": rate,
         "train/gradient_norm": gradient_norm,
@@ -143,7 +144,8 @@ def _training_metrics(
 class _Reports:
     """A line on the terminal now and then, and at every evaluation."""
 
-    def __init__(self, progress: Progress, last_step: int):
+    def __init__(self, progress: Progress, last_step: int, sentence_objective: str):
+        self._objective = sentence_objective
         self._progress = progress
         self._last_step = last_step
         self._begin = self._reported = time.monotonic()
@@ -155,24 +157,26 @@ class _Reports:
         self._tokens += tokens
         step = self._progress.step
         if "validation/mlm_loss" in values:
-            sop = ""
-            if "validation/sop_accuracy" in values:
-                sop = (
-                    f", SOP accuracy {values['validation/sop_accuracy']:.3f} "
-                    f"± {values['validation/sop_accuracy_standard_error']:.3f}"
+            accuracy = f"validation/{self._objective}_accuracy"
+            sentence = ""
+            if accuracy in values:
+                sentence = (
+                    f", {self._objective.upper()} accuracy {values[accuracy]:.3f} "
+                    f"± {values[accuracy + '_standard_error']:.3f}"
                 )
             print(
                 f"step {step:>6,}  validation: MLM loss {values['validation/mlm_loss']:.3f} "
                 f"(unigram {values['validation/unigram_cross_entropy']:.3f}), "
-                f"MLM accuracy {values['validation/mlm_accuracy']:.3f}{sop}",
+                f"MLM accuracy {values['validation/mlm_accuracy']:.3f}{sentence}",
                 flush=True,
             )
         elif now - self._reported >= REPORT_SECONDS or step == self._first_step + 1:
             left = (now - self._begin) / (step - self._first_step) * (self._last_step - step)
-            sop = f", SOP {values['train/sop_loss']:.3f}" if "train/sop_loss" in values else ""
+            loss = f"train/{self._objective}_loss"
+            sentence = f", {self._objective.upper()} {values[loss]:.3f}" if loss in values else ""
             print(
                 f"step {step:>6,} of {self._last_step:,}  loss {values['train/loss']:.3f} "
-                f"(MLM {values['train/mlm_loss']:.3f}{sop})  rate {values['train/learning_rate']:.2e}  "
+                f"(MLM {values['train/mlm_loss']:.3f}{sentence})  rate {values['train/learning_rate']:.2e}  "
                 f"{self._tokens / (now - self._begin):,.0f} tokens/s  {_duration(left)} left",
                 flush=True,
             )

@@ -5,8 +5,9 @@ import sys
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
-from configs.schema import Config, flat, resolved
+from configs.schema import Config, ConfigError, flat, resolved
 from data_prep.files import write_whole
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
@@ -38,6 +39,7 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
     """Train `config` on `dataset` from where `folder` stands."""
     stop = StopRequest()
     rank, world_size = join_processes()
+    _check_same_start(folder)
     vocabulary = Vocabulary.load(dataset.vocabulary_path)
     train_split, validation_split = dataset.split("train"), dataset.split("validation")
 
@@ -89,7 +91,20 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
     if rank == 0:
         state = "stopped, saved" if stop.requested else "finished"
         print(f"training: {folder.path} {state} at step {progress.step:,}", flush=True)
-    deepspeed.comm.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def _check_same_start(folder: RunFolder) -> None:
+    """Refuse to start where processes see different checkpoints: they would train different models."""
+    step = folder.checkpoint.step if folder.checkpoint is not None else 0
+    steps = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        others = next(rank for rank, seen in enumerate(steps) if seen != steps[0])
+        raise ConfigError(
+            f"process 0 sees step {steps[0]} in {folder.path}, process {others} sees step {steps[others]}: "
+            "the run's folder must be on a file system that all nodes share"
+        )
 
 
 def _start_recording(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,7 +54,7 @@ def lines_of(content: bytes) -> list[bytes]:
 def read_in_units(path: Path, cuts: list[int], **settings) -> list[Document]:
     source = source_of(path, **settings)
     edges = [0, *sorted(cuts), source.bytes]
-    units = [Unit(source, begin, end, end - begin) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
+    units = [Unit(source, begin, end, end - begin) for begin, end in pairwise(edges) if end > begin]
     return [document for unit in units for document in read_documents(unit)]
 
 

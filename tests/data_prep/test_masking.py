@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def slow_masks(segments: list[list[list[int]]], goal: int, ngram: int, rng: np.r
 def runs(columns: list[int]) -> list[int]:
     """Lengths of the runs of consecutive numbers."""
     cuts = [0, *(place for place in range(1, len(columns)) if columns[place] != columns[place - 1] + 1), len(columns)]
-    return [end - begin for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(cuts)]
 
 
 def test_goal_is_fifteen_percent_rounded_half_to_even_within_bounds():

@@ -1,5 +1,5 @@
-import json
 import hashlib
+import json
 
 import numpy as np
 import pyarrow as pa

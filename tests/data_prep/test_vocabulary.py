@@ -28,8 +28,8 @@ sys.stdout.buffer.write(train_vocabulary(sentences, data, Path(sys.argv[2])))
 
 @pytest.fixture(scope="module")
 def prose() -> list[str]:
-    """Docstrings of an installed package."""
-    sources = list_sources((InputConfig(kind="docstrings", path="networkx"),))
+    """The docstrings of an installed package."""
+    sources = list_sources((InputConfig(kind="docstrings", path="_pytest"),))
     return [document.text for unit in split_units(sources) for document in read_documents(unit)]
 
 
@@ -37,7 +37,7 @@ def prose() -> list[str]:
 def prose_vocabulary(train, prose, data_config) -> Vocabulary:
     sentences = [sentence for text in prose for sentence in sentences_of(text, "en")]
     return Vocabulary(
-        train(sentences + ["東京タワー 国 ภาษาไทย ไทย é Привет мир"] * 50, data_config(vocab={"size": 3000}))
+        train(sentences + ["東京タワー 国 ภาษาไทย ไทย é Привет мир"] * 50, data_config(vocab={"size": 2000}))
     )
 
 
