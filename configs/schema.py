@@ -202,7 +202,12 @@ class TrainingConfig(Section):
         if self.precision == "fp16" and self.zero_stage == 0:
             raise ValueError("precision fp16 does not work at zero_stage 0 (DeepSpeed leaves the loss unscaled): use 1")
         generated = sorted(set(self.deepspeed) & set(DEEPSPEED_GENERATED_KEYS))
-        if "stage" in self.deepspeed.get("zero_optimization", {}):
+        zero_optimization = self.deepspeed.get("zero_optimization", {})
+        if not isinstance(zero_optimization, dict):
+            raise ValueError(
+                f"deepspeed.zero_optimization must be a mapping of DeepSpeed's keys, not {zero_optimization}"
+            )
+        if "stage" in zero_optimization:
             generated.append("zero_optimization.stage")
         if generated:
             raise ValueError(
@@ -258,7 +263,7 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(f"config file {path} not found; presets: {presets}")
     try:
         tree = OmegaConf.load(file)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path} must hold a mapping of sections (name, data, model, training, tracking)")
@@ -283,7 +288,9 @@ def validate_config(content: dict, source: str) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_describe(item) for item in error.errors())) from None
+        messages = [_one_line(_describe(item)) for item in error.errors() if item["type"] != "too_short"]
+        messages = messages or [_one_line(_describe(item)) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(messages)) from None
 
 
 def resolved(config: Section) -> dict:
