@@ -26,6 +26,7 @@ SMALL = {
     "training.evaluate.every": "20",
     "training.checkpoint.every": "10",
     "training.precision": "fp32",
+    "training.learning_rate": "0.004",
 }
 """Settings over configs/demo.yaml for a run of seconds."""
 

@@ -1,8 +1,6 @@
 """The model under DeepSpeed: one optimizer step on a global batch, evaluation, and whole tensors in and out.
 
-DeepSpeed gets one parameter group per tensor. Under ZeRO each group's optimizer tensor is then this rank's equal slice
-of one flat, padded tensor, so that weights and moments are gathered, and dealt out again, alike at every stage and
-world size.
+Weights and moments come out, and go in, as whole tensors by name: alike at every ZeRO stage and world size.
 """
 
 import math
@@ -53,7 +51,8 @@ def deepspeed_config(training: TrainingConfig) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0 if _clips_itself(training) else training.gradient_clipping,
-        "zero_optimization": {"stage": training.zero_stage},
+        # At stage 3 a parameter group must stay one sub-group, for `Partition` to know where its tensors lie.
+        "zero_optimization": {"stage": training.zero_stage, "sub_group_size": 10**12},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
     }
@@ -144,12 +143,8 @@ class Engine:
         if weights is not None:
             model.load_state_dict(weights)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.partitioned = training.zero_stage > 0
-        groups = parameter_groups(model, training.optimizer, training.learning_rate)
-        if training.optimizer.name == "lamb":
-            self._optimizer = Lamb(groups, norm_group=dist.group.WORLD if self.partitioned else None)
-        else:
-            self._optimizer = torch.optim.AdamW(groups)
+        groups = parameter_groups(model, training.optimizer, training.learning_rate, training.zero_stage)
+        self._optimizer = Lamb(groups) if training.optimizer.name == "lamb" else torch.optim.AdamW(groups)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=self._optimizer, config=deepspeed_config(training)
         )
@@ -158,7 +153,7 @@ class Engine:
         self._create_moments()
         if weights is not None:
             # DeepSpeed took its float32 masters from working copies that may be in half precision.
-            self._set_whole(weights, resumed.state.moments if resumed else {})
+            self._set_whole(resumed.state if resumed is not None else State(weights, {}))
         if resumed is not None:
             self._set_finished_steps(resumed.step)
 
@@ -195,10 +190,10 @@ class Engine:
             # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
             self._engine.backward(loss * world_size, scale_wrt_gas=False)
             sums[:4] += torch.stack(losses).detach()
-        if not self.partitioned:
+        if not self._zero_stage:
             self._measure_and_clip()
         self._engine.step()
-        if self.partitioned:
+        if self._zero_stage:
             self.gradient_norm = float(self._engine.get_global_grad_norm())
         dist.all_reduce(sums)
         mlm_loss, mlm_correct, sentence_loss, sentence_correct, stops = sums.tolist()
@@ -222,11 +217,13 @@ class Engine:
 
     def gathered_state(self) -> State:
         """The whole weights and moments; every rank must call, rank 0 gets them and the others nothing."""
-        weights, moments = {}, {}
-        for name, master in self._masters():
-            weights[name] = self._gathered(name, master)
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        for group, masters in self._groups():
+            weights |= self._whole(group, masters)
             for moment in MOMENTS:
-                moments[f"{name}.{moment}"] = self._gathered(name, self._optimizer.state[master][moment])
+                whole = self._whole(group, [self._optimizer.state[master][moment] for master in masters])
+                moments |= {f"{name}.{moment}": tensor for name, tensor in whole.items()}
         if dist.get_rank() != 0:
             return State({}, {})
         return State(weights, moments)
@@ -248,24 +245,50 @@ class Engine:
         )
         return pretraining_losses(mlm_logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 
-    def _masters(self) -> list[tuple[str, Tensor]]:
-        """Per tensor its name and what the optimizer steps: the float32 tensor, or this rank's flat slice of it."""
+    def _groups(self) -> list[tuple[dict, list[Tensor]]]:
+        """The optimizer's groups, with what it steps: float32 tensors, or the one flat part that this rank has."""
         if self._zero_stage == 3:
-            masters = self._engine.optimizer.fp32_partitioned_groups_flat
+            masters = [[flat] for flat in self._engine.optimizer.fp32_partitioned_groups_flat]
         else:
-            masters = [group["params"][0] for group in self._optimizer.param_groups]
-        return list(zip(self._shapes, masters, strict=True))
+            masters = [group["params"] for group in self._optimizer.param_groups]
+        return list(zip(self._optimizer.param_groups, masters, strict=True))
 
     def _create_moments(self) -> None:
-        masters = [master for _, master in self._masters()]
+        masters = [master for _, masters in self._groups() for master in masters]
         if isinstance(self._optimizer, Lamb):
             self._optimizer.create_state(masters)
             return
         for master in masters:
-            self._optimizer.state[master] = {
-                "step": torch.tensor(0.0),
-                **{moment: torch.zeros_like(master) for moment in MOMENTS},
-            }
+            moments = {moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS}
+            self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
+
+    def _whole(self, group: dict, parts: list[Tensor]) -> dict[str, Tensor]:
+        """The whole tensors of a group by name, on the CPU, from weights or moments as the optimizer holds them."""
+        tensors = [part.detach() for part in parts]
+        if group["partition"] is not None:
+            tensors = group["partition"].whole(tensors[0])
+        return {
+            name: tensor.to("cpu", torch.float32, copy=True).reshape(self._shapes[name])
+            for name, tensor in zip(group["names"], tensors, strict=True)
+        }
+
+    def _set_whole(self, state: State) -> None:
+        """Give the optimizer its share of the whole weights, and of the moments if there are any."""
+        for group, masters in self._groups():
+            names = group["names"]
+            self._set_parts(group, masters, [state.weights[name] for name in names])
+            if state.moments:
+                for moment in MOMENTS:
+                    parts = [self._optimizer.state[master][moment] for master in masters]
+                    self._set_parts(group, parts, [state.moments[f"{name}.{moment}"] for name in names])
+
+    @torch.no_grad()
+    def _set_parts(self, group: dict, parts: list[Tensor], tensors: list[Tensor]) -> None:
+        if group["partition"] is not None:
+            group["partition"].deal([tensor.flatten() for tensor in tensors], parts[0])
+            return
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.view_as(part))
 
     def _set_finished_steps(self, steps: int) -> None:
         for group in self._optimizer.param_groups:
@@ -274,30 +297,6 @@ class Engine:
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
-
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
-        shape = self._shapes[name]
-        if not self.partitioned:
-            return part.detach().to("cpu", torch.float32, copy=True).reshape(shape)
-        slices = part.detach().new_empty(part.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(slices, part.detach().flatten())
-        return slices[: math.prod(shape)].reshape(shape).cpu()
-
-    def _set_whole(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
-        for name, master in self._masters():
-            self._set_part(master, weights[name])
-            for moment in MOMENTS:
-                if f"{name}.{moment}" in moments:
-                    self._set_part(self._optimizer.state[master][moment], moments[f"{name}.{moment}"])
-
-    def _set_part(self, part: Tensor, whole: Tensor) -> None:
-        """Copy this rank's share of the tensor `whole` into `part`."""
-        if not self.partitioned:
-            part.detach().copy_(whole.reshape(part.shape))
-            return
-        begin = dist.get_rank() * part.numel()
-        share = whole.flatten()[begin : begin + part.numel()]
-        part.detach().flatten()[: share.numel()].copy_(share)
 
 
 class PendingCount:

@@ -94,11 +94,16 @@ def test_biases_and_layer_norms_have_neither_decay_nor_trust_ratio():
     config = ModelConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16, embedding_size=4)
     model = Albert(config, vocabulary_size=20)
     groups = parameter_groups(model, OptimizerConfig(), RATE)
-    assert [group["name"] for group in groups] == [name for name, _ in model.named_parameters()]
-    for group in groups:
-        plain = group["name"].endswith("bias") or "layer_norm" in group["name"]
+    grouped = {name: group for group in groups for name in group["names"]}
+    assert set(grouped) == {name for name, _ in model.named_parameters()}
+    for name, group in grouped.items():
+        plain = name.endswith("bias") or "layer_norm" in name
         assert group["adapt"] is not plain
         assert group["weight_decay"] == (0 if plain else 0.01)
+    for group in groups:
+        assert [id(parameter) for parameter in group["params"]] == [
+            id(model.get_parameter(name)) for name in group["names"]
+        ]
 
 
 def test_zero_weights_take_the_update_unscaled():
@@ -163,35 +168,47 @@ def test_state_dict_continues_the_same_weights():
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), trained_weights(config), strict=True))
 
 
-def slice_of(tensor: torch.Tensor, rank: int, world_size: int, padded: bool) -> torch.Tensor:
-    """The flat part of `tensor` on `rank`: padded with NaN to equal sizes, or smaller (even empty) at the end."""
-    size = -(-tensor.numel() // world_size)
-    part = tensor.detach().flatten()[rank * size : (rank + 1) * size].clone()
-    return torch.cat((part, part.new_full((size - part.numel(),), torch.nan))) if padded else part
+def flat_part(tensors: list[torch.Tensor], zero_stage: int, rank: int, world_size: int) -> torch.Tensor:
+    """What ZeRO leaves of `tensors` on `rank`, with its padding made NaN: slices of all (1, 2), or of each (3)."""
+
+    def sliced(flat: torch.Tensor) -> torch.Tensor:
+        size = -(-flat.numel() // world_size)
+        padded = torch.cat((flat, flat.new_full((size * world_size - flat.numel(),), torch.nan)))
+        return padded[rank * size : (rank + 1) * size].clone()
+
+    flats = [tensor.detach().flatten() for tensor in tensors]
+    return torch.cat([sliced(flat) for flat in flats]) if zero_stage == 3 else sliced(torch.cat(flats))
 
 
-def train_a_slice(rank: int, world_size: int, port: int, folder: str) -> None:
-    """Train this rank's slices: padded, all groups in one step; then unpadded, group by group as ZeRO does."""
+def train_parts(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Train this rank's parts, group by group as ZeRO does; rank 0 saves the whole tensors."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    for padded in (True, False):
-        optimizer = Lamb(parameter_groups(Tensors(), OptimizerConfig(), RATE), norm_group=dist.group.WORLD)
-        slices = []
+    for zero_stage in (1, 3):
+        model = Tensors()
+        by_name = dict(model.named_parameters())
+        optimizer = Lamb(parameter_groups(model, OptimizerConfig(), RATE, zero_stage))
+        parts = [flat_part(group["params"], zero_stage, rank, world_size) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            slices.append(slice_of(group["params"][0], rank, world_size, padded).requires_grad_())
-            group["params"] = [slices[-1]] if padded else []
-        optimizer.create_state(slices)
+            group["params"] = []
+        optimizer.create_state(parts)
         for step in range(STEPS):
-            for part, gradient in zip(slices, gradients(step), strict=True):
-                part.grad = slice_of(gradient, rank, world_size, padded)
-            if padded:
-                optimizer.step()
-                continue
-            for group, part in zip(optimizer.param_groups, slices, strict=True):
+            by_gradient = dict(zip(by_name, gradients(step), strict=True))
+            for group, part in zip(optimizer.param_groups, parts, strict=True):
+                part.grad = flat_part([by_gradient[name] for name in group["names"]], zero_stage, rank, world_size)
                 group["params"] = [part]
                 optimizer.step()
                 group["params"] = []
-        torch.save([part.detach() for part in slices], Path(folder) / f"{padded}-{rank}.pt")
+                part.grad = None
+        whole = {}
+        for group, part in zip(optimizer.param_groups, parts, strict=True):
+            partition = group["partition"]
+            whole |= dict(zip(group["names"], partition.whole(part), strict=True))
+            dealt = torch.full_like(part, torch.nan)
+            partition.deal(partition.whole(part), dealt)
+            assert torch.equal(dealt, part) or torch.equal(dealt.nan_to_num(7), part.nan_to_num(7))
+        if rank == 0:
+            torch.save([whole[name] for name in by_name], Path(folder) / f"{zero_stage}.pt")
     dist.destroy_process_group()
 
 
@@ -200,10 +217,8 @@ def test_partitioned_tensors_take_the_same_steps_as_whole_ones(world_size, tmp_p
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(train_a_slice, args=(world_size, port, str(tmp_path)), nprocs=world_size)
-    for padded in (True, False):
-        ranks = [torch.load(tmp_path / f"{padded}-{rank}.pt") for rank in range(world_size)]
-        assert any(part.isnan().all() if padded else part.numel() == 0 for part in ranks[-1])
-        for weight, parts in zip(trained_weights(OptimizerConfig()), zip(*ranks, strict=True), strict=True):
-            joined = torch.cat(parts)[: weight.numel()].view_as(weight)
-            torch.testing.assert_close(joined, weight, rtol=1e-6, atol=1e-7)
+    mp.spawn(train_parts, args=(world_size, port, str(tmp_path)), nprocs=world_size)
+    for zero_stage in (1, 3):
+        found = torch.load(tmp_path / f"{zero_stage}.pt")
+        for weight, whole in zip(trained_weights(OptimizerConfig()), found, strict=True):
+            torch.testing.assert_close(whole.view_as(weight), weight, rtol=1e-6, atol=1e-7)
