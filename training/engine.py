@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import Config, TrainingConfig
+from configs.schema import Config, ConfigError, TrainingConfig
 from training.batches import MicroBatch, RankBatch
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert, PretrainingLosses, pretraining_losses
@@ -135,12 +135,15 @@ class Engine:
         import deepspeed
 
         training = config.training
+        if training.precision == "fp16" and deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+            raise ConfigError("training.precision fp16 needs a GPU: use bf16 or fp32 on the CPU")
         self._sentence_objective = config.data.sentence_objective != "none"
         model = Albert(config.model, vocabulary_size, self._sentence_objective, training.activation_checkpointing)
         model.initialise(torch.Generator().manual_seed(config.seed))
         if resumed is not None:
             weights = resumed.state.weights
         if weights is not None:
+            weights = fitted_weights(model, weights)
             model.load_state_dict(weights)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         groups = parameter_groups(model, training.optimizer, training.learning_rate, training.zero_stage)
@@ -224,8 +227,6 @@ class Engine:
             for moment in MOMENTS:
                 whole = self._whole(group, [self._optimizer.state[master][moment] for master in masters])
                 moments |= {f"{name}.{moment}": tensor for name, tensor in whole.items()}
-        if dist.get_rank() != 0:
-            return State({}, {})
         return State(weights, moments)
 
     @torch.no_grad()
@@ -263,10 +264,13 @@ class Engine:
             self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
 
     def _whole(self, group: dict, parts: list[Tensor]) -> dict[str, Tensor]:
-        """The whole tensors of a group by name, on the CPU, from weights or moments as the optimizer holds them."""
+        """The whole tensors of a group by name, on the CPU of rank 0, from weights or moments as the optimizer holds
+        them; nothing on other ranks."""
         tensors = [part.detach() for part in parts]
         if group["partition"] is not None:
             tensors = group["partition"].whole(tensors[0])
+        if dist.get_rank() != 0:
+            return {}
         return {
             name: tensor.to("cpu", torch.float32, copy=True).reshape(self._shapes[name])
             for name, tensor in zip(group["names"], tensors, strict=True)
@@ -297,6 +301,30 @@ class Engine:
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
+
+
+def fitted_weights(model: Albert, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` of another run as this `model` can take them; raises `ConfigError` where they do not fit.
+
+    Sentence heads are dropped, or stay as drawn, where only one of the two has them; of position embeddings as many
+    are taken over as both have.
+    """
+    fitted = {}
+    for name, parameter in model.state_dict().items():
+        given = weights.get(name)
+        if given is None and name.startswith(("pooler.", "sentence_head.")):
+            given = parameter
+        elif given is not None and name == "embeddings.position_embeddings.weight":
+            longest = min(len(given), len(parameter))
+            given = torch.cat((given[:longest], parameter[longest:]))
+        if given is None or given.shape != parameter.shape:
+            found = "is missing from" if given is None else f"has shape {list(given.shape)} in"
+            raise ConfigError(
+                f"{name} {found} the weights to start from, this model has {list(parameter.shape)}: "
+                "make the model section fit, or leave training.init_from out"
+            )
+        fitted[name] = given
+    return fitted
 
 
 class PendingCount:

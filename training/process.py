@@ -79,7 +79,7 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
         train(config, engine, train_batches, validation, progress, stop, recorder, unigram)
         failed = False
-    except FloatingPointError as error:
+    except (FloatingPointError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
@@ -131,7 +131,12 @@ def _start_recording(
             "step": progress.step,
             "tokens": progress.tokens,
             "config": resolved(config),
-            "data": {"folder": str(dataset.folder), "digest": dataset.digest, "inputs": dataset.manifest["inputs"]},
+            "data": {
+                "folder": str(dataset.folder),
+                "digest": dataset.digest,
+                "vocabulary": dataset.manifest["vocabulary"]["digest"],
+                "inputs": dataset.manifest["inputs"],
+            },
             "init_from": str(folder.initial.path) if folder.initial is not None else None,
             "mlflow_run_id": run_id.read_text().strip() if run_id.exists() else None,
             "git_commit": commit,

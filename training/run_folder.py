@@ -78,6 +78,11 @@ class RunFolder:
         initial = None
         if checkpoint is None and training.init_from:
             initial = opened(Path(training.init_from))
+            if initial.state["data"]["vocabulary"] != dataset.manifest["vocabulary"]["digest"]:
+                raise ConfigError(
+                    f"{initial.path} was trained with another vocabulary than that of {dataset.folder}: "
+                    "prepare the data with data.vocab.model set to the spiece.model it was trained with"
+                )
         last_step = min(training.steps, training.stop_after or training.steps)
         finished = checkpoint is not None and checkpoint.step >= last_step
         return cls(path, checkpoint, passed_over, initial, finished)

@@ -5,6 +5,7 @@ lines to MLflow as they come; while MLflow cannot be reached, training goes on a
 history only grows: after a resume it is sent the steps beyond the last it has.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -85,8 +86,26 @@ def mlflow_client(uri: str):
     from mlflow import MlflowClient
 
     if uri.startswith(SQLITE):
-        Path(uri.removeprefix(SQLITE)).parent.mkdir(parents=True, exist_ok=True)
+        _make_store(Path(uri.removeprefix(SQLITE)))
     return MlflowClient(tracking_uri=uri)
+
+
+def _make_store(path: Path) -> None:
+    """Make the SQLite store at `path`, whole or not at all: one killed amid its migrations is beyond repair."""
+    from mlflow import MlflowClient
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{path.name}.*.tmp*"):
+        maker = leftover.name.removeprefix(f".{path.name}.").split(".")[0]
+        if not Path("/proc", maker).exists():
+            leftover.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    MlflowClient(tracking_uri=f"{SQLITE}{temporary}").search_experiments()
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        os.link(temporary, path)
+    temporary.unlink()
 
 
 def experiment_id(client, name: str, uri: str) -> str:

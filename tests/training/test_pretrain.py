@@ -256,3 +256,22 @@ def test_weights_of_another_run_start_a_new_one(undisturbed, workspace):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "starting with the weights of" in result.stdout
     assert metrics(folder)[0]["train/loss"] < metrics(undisturbed)[0]["train/loss"] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model__hidden_size": "64"}, "has shape"),
+        ({"model__share": "none"}, "is missing from the weights to start from"),
+        ({"training__precision": "fp16"}, "fp16 needs a GPU"),
+    ],
+)
+def test_weights_and_precision_that_do_not_fit_are_refused_in_one_line(undisturbed, tmp_path, overrides, message):
+    others = {"training__output": f"{tmp_path}/run", "training__init_from": f"{undisturbed}/run"}
+    result = run("-m", "training.pretrain", *settings(undisturbed, **others, **overrides))
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, result.stderr
+    assert message in errors[0]
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()

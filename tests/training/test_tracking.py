@@ -1,10 +1,13 @@
 import contextlib
 import sqlite3
+import subprocess
+import sys
 import time
 
 import pytest
 
 from configs.schema import validate_config
+from tests.small_run import ROOT
 from training import tracking
 from training.tracking import BackgroundRun, MetricsFile, read_metrics
 
@@ -89,6 +92,20 @@ def test_an_mlflow_that_never_answers_is_reported_and_stops_nothing(tmp_path, co
     written.append(1, 1, {"train/loss": 1.0})
     assert not tracker.close("FINISHED", [], timeout=5)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
+def test_a_store_whose_making_was_killed_is_made_again(tmp_path):
+    code = f"from training.tracking import mlflow_client; mlflow_client('sqlite:///{tmp_path}/mlflow.db')"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    client = tracking.mlflow_client(f"sqlite:///{tmp_path}/mlflow.db")
+    assert client.create_experiment("works")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_a_run_about_other_data_is_a_new_run(tmp_path, config):
