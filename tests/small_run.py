@@ -50,8 +50,8 @@ def write_corpus(path: Path, documents: int, seed: int = 0) -> None:
     path.write_text("\n\n".join(blocks) + "\n")
 
 
-def settings(folder: Path, **overrides: str) -> list[str]:
-    """Command-line settings for a small run whose data and runs lie in `folder`; `a__b=value` overrides `a.b`."""
+def small_overrides(folder: Path, **overrides: str) -> list[str]:
+    """`key=value` settings for a small run whose data and runs lie in `folder`; `a__b=value` overrides `a.b`."""
     values = SMALL | {
         "data.inputs": f"[{{kind: text, path: {folder}/corpus.txt}}]",
         "data.output": f"{folder}/data",
@@ -59,9 +59,14 @@ def settings(folder: Path, **overrides: str) -> list[str]:
         "tracking.uri": f"sqlite:///{folder}/mlflow.db",
     }
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def settings(folder: Path, **overrides: str) -> list[str]:
+    """The same as arguments of a command."""
     arguments = ["--config", str(ROOT / "configs" / "demo.yaml")]
-    for key, value in values.items():
-        arguments += ["--set", f"{key}={value}"]
+    for override in small_overrides(folder, **overrides):
+        arguments += ["--set", override]
     return arguments
 
 

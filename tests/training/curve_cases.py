@@ -1,0 +1,83 @@
+"""Run by the launcher in `test_same_curve.py`: trains every case of a JSON list in one set of processes.
+
+    curve_cases.py DATA CASES OUTPUT
+
+A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms}}, and `<name>.safetensors` beside
+it the final weights.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from configs.schema import load_config
+from data_prep.shards import Dataset
+from data_prep.vocabulary import Vocabulary
+from tests.small_run import ROOT, small_overrides
+from training.batches import Batches
+from training.engine import Engine, Resumed, join_processes
+from training.schedule import learning_rate_at
+
+STEPS = 8
+
+
+def main() -> None:
+    data, cases, output = sys.argv[-3:]
+    rank, world_size = join_processes()
+    dataset = Dataset.open(data)
+    vocabulary = Vocabulary.load(dataset.vocabulary_path)
+    results = {}
+    for case in json.loads(Path(cases).read_text()):
+        config = load_config(ROOT / "configs" / "demo.yaml", small_overrides(Path(data).parent, **case["overrides"]))
+        training = config.training
+        batches = Batches(
+            dataset.split("train"),
+            vocabulary.word_starts,
+            config.data,
+            config.seed,
+            training.global_batch_size,
+            training.micro_batch_tokens,
+            rank,
+            world_size,
+        )
+        engine = Engine(config, vocabulary.size)
+        losses, norms = [], []
+        for step in range(STEPS):
+            if step == case.get("restart_at"):
+                # On other ranks the state is empty, so each reads what rank 0 wrote, as from a checkpoint.
+                state = engine.gathered_state()
+                folder = Path(output).parent / f"{case['name']}-restart"
+                engine = _restarted(config, vocabulary.size, state, step, folder, rank)
+            batch = batches.epoch_batch(step)
+            masked = engine.count_masked(batch).value()
+            rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
+            sums, _ = engine.train_step(batch, masked, rate, stop=False)
+            losses.append(sums.mean_mlm_loss + sums.mean_sentence_loss)
+            norms.append(engine.gradient_norm)
+        weights = engine.gathered_state().weights
+        if rank == 0:
+            save_file(weights, Path(output).with_name(f"{case['name']}.safetensors"))
+        results[case["name"]] = {"losses": losses, "gradient_norms": norms}
+    if rank == 0:
+        Path(output).write_text(json.dumps(results))
+
+
+def _restarted(config, vocabulary_size, state, step, folder, rank) -> Engine:
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from training.engine import State
+
+    if rank == 0:
+        folder.mkdir()
+        save_file(state.weights, folder / "weights.safetensors")
+        save_file(state.moments, folder / "moments.safetensors")
+    dist.barrier()
+    saved = State(load_file(folder / "weights.safetensors"), load_file(folder / "moments.safetensors"))
+    return Engine(config, vocabulary_size, resumed=Resumed(step, saved))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Every cluster shape learns the same, and what it learns is what plain torch and the formula of LAMB give."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.schema import load_config
+from data_prep.shards import Dataset
+from data_prep.vocabulary import Vocabulary
+from tests.small_run import ROOT, small_overrides
+from tests.training.curve_cases import STEPS
+from training.batches import Batches
+from training.model import Albert, pretraining_losses
+from training.schedule import learning_rate_at
+
+EXACT = {f"stage {stage}": {"training__zero_stage": str(stage)} for stage in (0, 1, 2, 3)}
+DEALT = {
+    "stage 1, small micro-batches": {"training__zero_stage": "1", "training__micro_batch_tokens": "128"},
+    "stage 3, checkpointing": {"training__zero_stage": "3", "training__activation_checkpointing": "true"},
+    "stage 2, small micro-batches, checkpointing": {
+        "training__zero_stage": "2",
+        "training__micro_batch_tokens": "200",
+        "training__activation_checkpointing": "true",
+    },
+}
+RESTARTED = {f"stage {stage}, restarted": {"training__zero_stage": str(stage)} for stage in (0, 1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def reference(small_data):
+    """(losses, gradient norms, weights) of plain torch on whole global batches, with LAMB's formula in float64."""
+    config = load_config(ROOT / "configs" / "demo.yaml", small_overrides(small_data))
+    dataset = Dataset.open(small_data / "data")
+    vocabulary = Vocabulary.load(dataset.vocabulary_path)
+    training, optimizer = config.training, config.training.optimizer
+    batches = Batches(dataset.split("train"), vocabulary.word_starts, config.data, config.seed, 24, 10**6, 0, 1)
+    model = Albert(config.model, vocabulary.size)
+    model.initialise(torch.Generator().manual_seed(config.seed))
+    parameters = dict(model.named_parameters())
+    moments = {
+        name: [torch.zeros_like(tensor, dtype=torch.float64) for _ in range(2)] for name, tensor in parameters.items()
+    }
+    losses, norms = [], []
+    for step in range(STEPS):
+        (batch,) = batches.epoch_batch(step).micro_batches
+        logits = model(batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions)
+        sums = pretraining_losses(logits[0], batch.mlm_labels, logits[1], batch.sentence_labels)
+        loss = sums.mlm_loss / len(batch.mlm_labels) + sums.sentence_loss / 24
+        model.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(tensor.grad.double().square().sum()) for tensor in parameters.values()))
+        losses.append(float(loss))
+        norms.append(norm)
+        rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
+        for name, tensor in parameters.items():
+            gradient = tensor.grad.double() * min(1.0, training.gradient_clipping / norm)
+            first, second = moments[name]
+            first.mul_(optimizer.beta1).add_(gradient, alpha=1 - optimizer.beta1)
+            second.mul_(optimizer.beta2).add_(gradient.square(), alpha=1 - optimizer.beta2)
+            update, ratio = first / (second.sqrt() + optimizer.eps), 1.0
+            if tensor.ndim > 1:
+                update = update + optimizer.weight_decay * tensor.detach().double()
+                ratio = float(tensor.detach().double().norm() / update.norm())
+            tensor.data.sub_((rate * ratio * update).float())
+    return losses, norms, {name: tensor.detach() for name, tensor in parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(small_data, tmp_path_factory):
+    """Trains cases, {name: overrides}, in one launch of `world_size` processes: (results, folder of final weights)."""
+
+    def train(world_size: int, cases: dict, restart_at: dict | None = None):
+        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        content = [
+            {"name": name, "overrides": overrides, "restart_at": (restart_at or {}).get(name)}
+            for name, overrides in cases.items()
+        ]
+        (folder / "cases.json").write_text(json.dumps(content))
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size)]
+        command += ["--master_port", str(29700 + world_size), "--module", "tests.training.curve_cases"]
+        command += [str(small_data / "data"), str(folder / "cases.json"), str(folder / "results.json")]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+        return json.loads((folder / "results.json").read_text()), folder
+
+    return train
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_stage_micro_batch_and_restart_follows_plain_torch(reference, trained, world_size):
+    losses, norms, weights = reference
+    cases = EXACT | RESTARTED | DEALT
+    results, folder = trained(world_size, cases, restart_at=dict.fromkeys(RESTARTED, 3))
+    assert set(results) == set(cases)
+    for name, found in results.items():
+        assert found["losses"] == pytest.approx(losses, rel=1e-5), name
+        assert found["gradient_norms"] == pytest.approx(norms, rel=1e-4), name
+        final = load_file(folder / f"{name}.safetensors")
+        assert set(final) == set(weights)
+        for key, expected in weights.items():
+            difference = (final[key] - expected).norm()
+            assert difference <= 2e-5 * expected.norm() + 1e-6, (name, key, float(difference))
+
+
+def test_half_precision_stays_near_the_float32_curve_and_restarts_exactly(reference, trained):
+    losses, _, _ = reference
+    cases = {}
+    for stage in (0, 1, 2, 3):
+        for kind in ("straight", "restarted"):
+            cases[f"stage {stage} {kind}"] = {"training__zero_stage": str(stage), "training__precision": "bf16"}
+    results, folder = trained(2, cases, restart_at={name: 3 for name in cases if "restarted" in name})
+    for stage in (0, 1, 2, 3):
+        straight, restarted = results[f"stage {stage} straight"], results[f"stage {stage} restarted"]
+        assert straight["losses"] == pytest.approx(losses, rel=2e-3), stage
+        assert restarted["losses"] == pytest.approx(straight["losses"], rel=1e-6), stage
+        pair = [load_file(folder / f"stage {stage} {kind}.safetensors") for kind in ("straight", "restarted")]
+        for key in pair[0]:
+            torch.testing.assert_close(pair[1][key], pair[0][key], rtol=1e-5, atol=1e-7, msg=f"stage {stage}: {key}")
