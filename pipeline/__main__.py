@@ -1,5 +1,6 @@
 """`python -m pipeline`: commands over the steps."""
 
+import json
 from typing import Annotated
 
 import typer
@@ -7,11 +8,6 @@ import typer
 from configs.schema import load_config, run_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Run all steps, or look at what they made.")
-
-
-@app.callback()
-def commands() -> None:
-    """Keep `run` a command of its own name, however many there are."""
 
 
 @app.command()
@@ -28,6 +24,35 @@ def run(
         from pipeline.run import run_pipeline
 
         run_pipeline(settings, config, set_ or [], extend, hostfile)
+
+    run_command(command)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[str, typer.Argument(help="a prepared data folder, such as data/demo")],
+    config: Annotated[str | None, typer.Option(help="say how much its batches would be padded")] = None,
+    examples: Annotated[int, typer.Option(min=0, help="examples to show")] = 3,
+    verify: Annotated[bool, typer.Option(help="digest every file and compare with the manifest")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Show what a data folder holds: counts, drops by reason, lengths, labels, padding, and some examples."""
+
+    def command() -> None:
+        training = load_config(config).training if config is not None else None
+        from rich.console import Console
+
+        from pipeline.inspection import dataset_summary, open_dataset, print_dataset
+
+        dataset = open_dataset(folder, verify)
+        summary = dataset_summary(dataset, training)
+        if as_json:
+            typer.echo(json.dumps(summary, indent=1))
+            return
+        console = Console(highlight=False)
+        print_dataset(dataset, summary, examples, console)
+        if verify:
+            console.print("\nevery file is as the manifest says")
 
     run_command(command)
 
