@@ -12,7 +12,7 @@ Further options are Beam's, such as --runner=FlinkRunner --flink_master=HOST:808
 this machine. A data folder that is complete and matches the config is left as it is; interrupted work is continued.
 """
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(

@@ -1,13 +1,19 @@
 """`python -m pipeline`: commands over the steps."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from configs.schema import load_config, run_command
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Run all steps, or look at what they made.")
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Run all steps, or look at what they made.",
+)
 
 
 @app.command()
@@ -53,6 +59,32 @@ def inspect(
         print_dataset(dataset, summary, examples, console)
         if verify:
             console.print("\nevery file is as the manifest says")
+
+    run_command(command)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(help="a run's folder, such as runs/demo: its newest complete checkpoint")],
+    checkpoint: Annotated[str | None, typer.Option(help="another checkpoint than the newest, by its folder")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="a data folder with the same vocabulary, instead of the run's")
+    ] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="evaluate on so many global batches only")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Evaluate a checkpoint on the validation examples: losses, perplexity, and accuracies with standard errors."""
+
+    def command() -> None:
+        from rich.console import Console
+
+        from pipeline.evaluation import evaluate_checkpoint, print_evaluation
+
+        figures = evaluate_checkpoint(Path(checkpoint or run), data, batches, Console(stderr=True))
+        if as_json:
+            typer.echo(json.dumps(figures, indent=1))
+        else:
+            print_evaluation(figures, Console(highlight=False))
 
     run_command(command)
 

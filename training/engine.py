@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.schema import Config, ConfigError, TrainingConfig
 from training.batches import MicroBatch, RankBatch
+from training.evaluate import LossSums, summed_losses
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert, PretrainingLosses, pretraining_losses
 
@@ -78,26 +79,6 @@ def _merged(base: dict, changes: dict) -> dict:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else value
     return merged
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over a global batch: losses in nats, right guesses, and what they are sums over."""
-
-    mlm_loss: float
-    mlm_correct: float
-    masked: int
-    sentence_loss: float
-    sentence_correct: float
-    examples: int
-
-    @property
-    def mean_mlm_loss(self) -> float:
-        return self.mlm_loss / max(1, self.masked)
-
-    @property
-    def mean_sentence_loss(self) -> float:
-        return self.sentence_loss / max(1, self.examples)
 
 
 @dataclass(frozen=True)
@@ -203,20 +184,10 @@ class Engine:
         total = LossSums(mlm_loss, mlm_correct, masked, sentence_loss, sentence_correct, batch.examples)
         return total, stops > 0
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[RankBatch]) -> LossSums:
         """Losses summed over `batches` without learning from them."""
         self._engine.eval()
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        examples = 0
-        for batch in batches:
-            examples += batch.examples
-            sums[4] += batch.masked
-            for micro_batch in batch.micro_batches:
-                sums[:4] += torch.stack(self._losses(micro_batch)).double()
-        dist.all_reduce(sums)
-        mlm_loss, mlm_correct, sentence_loss, sentence_correct, masked = sums.tolist()
-        return LossSums(mlm_loss, mlm_correct, int(masked), sentence_loss, sentence_correct, examples)
+        return summed_losses(self._losses, batches, self.device)
 
     def gathered_state(self) -> State:
         """The whole weights and moments; every rank must call, rank 0 gets them and the others nothing."""

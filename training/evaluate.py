@@ -1,14 +1,55 @@
 """What is said of a model on the validation examples, and the unigram model it is measured against."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from data_prep.shards import Split
 from data_prep.vocabulary import CLS, SEP
-from training.batches import RankBatch
-from training.engine import LossSums
+from training.batches import MicroBatch, RankBatch
+from training.model import PretrainingLosses
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a global batch: losses in nats, right guesses, and what they are sums over."""
+
+    mlm_loss: float
+    mlm_correct: float
+    masked: int
+    sentence_loss: float
+    sentence_correct: float
+    examples: int
+
+    @property
+    def mean_mlm_loss(self) -> float:
+        return self.mlm_loss / max(1, self.masked)
+
+    @property
+    def mean_sentence_loss(self) -> float:
+        return self.sentence_loss / max(1, self.examples)
+
+
+@torch.no_grad()
+def summed_losses(
+    losses: Callable[[MicroBatch], PretrainingLosses], batches: Iterable[RankBatch], device: torch.device
+) -> LossSums:
+    """`losses` summed over this rank's `batches` and, where there are several, over the ranks."""
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    examples = 0
+    for batch in batches:
+        examples += batch.examples
+        sums[4] += batch.masked
+        for micro_batch in batch.micro_batches:
+            sums[:4] += torch.stack(losses(micro_batch)).double()
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    mlm_loss, mlm_correct, sentence_loss, sentence_correct, masked = sums.tolist()
+    return LossSums(mlm_loss, mlm_correct, int(masked), sentence_loss, sentence_correct, examples)
 
 
 def validation_metrics(sums: LossSums, sentence_objective: str) -> dict[str, float]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from configs.schema import Config
 from training.batches import Batches, RankBatch
 from training.checkpoint import CheckpointWriter
-from training.engine import Engine, LossSums
-from training.evaluate import validation_metrics
+from training.engine import Engine
+from training.evaluate import LossSums, validation_metrics
 from training.schedule import learning_rate_at
 from training.tracking import MetricsFile
 

@@ -17,7 +17,7 @@ from configs.schema import Config, ConfigError, exit_with_error, load_config
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()

@@ -91,7 +91,9 @@ def trained(small_data, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(3, marks=pytest.mark.matrix)]
+)
 def test_every_stage_micro_batch_and_restart_follows_plain_torch(reference, trained, world_size):
     losses, norms, weights = reference
     cases = EXACT | RESTARTED | DEALT

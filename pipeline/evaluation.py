@@ -1,0 +1,77 @@
+"""A checkpoint on the validation examples, without DeepSpeed: the same figures as training reports."""
+
+import math
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from configs.schema import ConfigError, validate_config
+from data_prep.shards import Dataset
+from data_prep.vocabulary import Vocabulary
+from training.batches import Batches, MicroBatch
+from training.checkpoint import opened
+from training.evaluate import summed_losses, unigram_cross_entropy, validation_metrics
+from training.model import Albert, PretrainingLosses, pretraining_losses
+from training.run_folder import check_data
+
+MICRO_BATCH_TOKENS = 16384
+
+
+def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, console: Console) -> dict:
+    """Figures of the checkpoint at `path` (or the newest of the run `path`), in float32, JSON-serialisable.
+
+    On the data set it was trained on, or the one in `data`; on at most `batches` global batches of it. Raises
+    `ConfigError`.
+    """
+    checkpoint = opened(path)
+    config = validate_config(checkpoint.state["config"], source=str(checkpoint.path))
+    dataset = Dataset.open(data or config.data.output)
+    if dataset.manifest["vocabulary"]["digest"] != checkpoint.state["data"]["vocabulary"]:
+        raise ConfigError(f"{dataset.folder} has another vocabulary than {checkpoint.path} was trained with")
+    check_data(config, dataset)
+    vocabulary = Vocabulary.load(dataset.vocabulary_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    objective = config.data.sentence_objective
+    model = Albert(config.model, vocabulary.size, objective != "none")
+    model.load_state_dict(checkpoint.weights())
+    model.to(device).eval()
+
+    def losses(micro_batch: MicroBatch) -> PretrainingLosses:
+        batch = micro_batch.to(device)
+        logits, sentence_logits = model(batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions)
+        return pretraining_losses(logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
+
+    size = config.training.global_batch_size
+    tokens = max(MICRO_BATCH_TOKENS, config.data.max_length)
+    validation = Batches(
+        dataset.split("validation"), vocabulary.word_starts, config.data, 0, size, tokens, 0, 1, fixed=True
+    )
+    made = list(validation.one_pass(batches))
+    sums = summed_losses(losses, track(made, "evaluating", console=console), device)
+    metrics = validation_metrics(sums, objective)
+    return {
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "data": str(dataset.folder),
+        "examples": sums.examples,
+        "masked_tokens": sums.masked,
+        **{name.removeprefix("validation/"): value for name, value in metrics.items()},
+        "mlm_perplexity": math.exp(min(700.0, sums.mean_mlm_loss)),
+        "unigram_cross_entropy": unigram_cross_entropy(dataset.split("train"), made, vocabulary.size),
+    }
+
+
+def print_evaluation(figures: dict, console: Console) -> None:
+    """Print `figures` as a table, under the checkpoint's path."""
+    console.print(figures["checkpoint"], soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in figures.items():
+        if name == "checkpoint" or name.endswith("_standard_error"):
+            continue
+        text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        error = figures.get(f"{name}_standard_error")
+        table.add_row(name.replace("_", " "), text if error is None else f"{text} ± {error:.4f}")
+    console.print(table)
