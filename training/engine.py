@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import Config, ConfigError, TrainingConfig
+from data_prep.randomness import digest64
 from training.batches import MicroBatch, RankBatch
 from training.evaluate import LossSums, summed_losses
 from training.lamb import Lamb, parameter_groups
@@ -132,6 +133,8 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=self._optimizer, config=deepspeed_config(training)
         )
+        self._seed = config.seed
+        self._has_dropout = config.model.hidden_dropout_prob > 0 or config.model.attention_probs_dropout_prob > 0
         self._zero_stage = training.zero_stage
         self._clipping = training.gradient_clipping if _clips_itself(training) else 0.0
         self._create_moments()
@@ -156,8 +159,11 @@ class Engine:
         """The tokens masked in the whole global batch, summed over the ranks while other work goes on."""
         return PendingCount(torch.tensor([batch.masked], dtype=torch.int64, device=self.device))
 
-    def train_step(self, batch: RankBatch, masked: int, learning_rate: float, stop: bool) -> tuple[LossSums, bool]:
-        """One optimizer step on a global batch of `masked` tokens masked; `stop` asks all ranks to end after it.
+    def train_step(
+        self, step: int, batch: RankBatch, masked: int, learning_rate: float, stop: bool
+    ) -> tuple[LossSums, bool]:
+        """Optimizer step number `step` (from 0) on a global batch with `masked` tokens masked; `stop` asks all ranks to
+        end after it.
 
         Returns the losses before the step, and whether any rank asked to stop.
         """
@@ -168,6 +174,8 @@ class Engine:
         last = len(batch.micro_batches) - 1
         world_size = dist.get_world_size()
         for number, micro_batch in enumerate(batch.micro_batches):
+            if self._has_dropout:
+                torch.manual_seed(digest64(self._seed, "dropout", step, number, dist.get_rank()))
             self._engine.set_gradient_accumulation_boundary(number == last)
             losses = self._losses(micro_batch)
             loss = losses.mlm_loss / max(1, masked) + losses.sentence_loss / batch.examples

@@ -63,7 +63,6 @@ def train(
     training = config.training
     last_step = min(training.steps, training.stop_after or training.steps)
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
-    saved_step = progress.step
     prefetched = batches.prefetched(progress.step, last_step)
     batch = next(prefetched, None)
     pending = engine.count_masked(batch) if batch else None
@@ -74,7 +73,7 @@ def train(
         waited = time.monotonic() - begin
         pending = engine.count_masked(following) if following else None
         rate = learning_rate_at(progress.step, training.learning_rate, training.warmup_steps, training.steps)
-        sums, stopping = engine.train_step(batch, masked, rate, stop.requested)
+        sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested)
         progress.step += 1
         progress.tokens += batch.tokens
         _check_finite(sums, engine.gradient_norm, progress.step, rate, training.precision)
@@ -88,9 +87,8 @@ def train(
         if recorder is not None:
             recorder.metrics.append(progress.step, progress.tokens, values)
             report.step(values, batch.tokens)
-        if progress.step % training.checkpoint.every == 0 or (ending and saved_step != progress.step):
+        if progress.step % training.checkpoint.every == 0 or ending:
             _save(engine, recorder, progress)
-            saved_step = progress.step
         if stopping:
             break
         batch = following

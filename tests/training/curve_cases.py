@@ -53,7 +53,7 @@ def main() -> None:
             batch = batches.epoch_batch(step)
             masked = engine.count_masked(batch).value()
             rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
-            sums, _ = engine.train_step(batch, masked, rate, stop=False)
+            sums, _ = engine.train_step(step, batch, masked, rate, stop=False)
             losses.append(sums.mean_mlm_loss + sums.mean_sentence_loss)
             norms.append(engine.gradient_norm)
         weights = engine.gathered_state().weights

@@ -109,13 +109,17 @@ def test_every_stage_micro_batch_and_restart_follows_plain_torch(reference, trai
             assert difference <= 2e-5 * expected.norm() + 1e-6, (name, key, float(difference))
 
 
-def test_half_precision_stays_near_the_float32_curve_and_restarts_exactly(reference, trained):
+def test_half_precision_stays_near_the_float32_curve_and_restarts_exactly_as_does_dropout(reference, trained):
     losses, _, _ = reference
     cases = {}
     for stage in (0, 1, 2, 3):
         for kind in ("straight", "restarted"):
             cases[f"stage {stage} {kind}"] = {"training__zero_stage": str(stage), "training__precision": "bf16"}
+    dropout = {"training__zero_stage": "1", "model__hidden_dropout_prob": "0.1"}
+    cases |= {"dropout straight": dropout, "dropout restarted": dropout}
     results, folder = trained(2, cases, restart_at={name: 3 for name in cases if "restarted" in name})
+    assert results["dropout straight"]["losses"] == pytest.approx(results["dropout restarted"]["losses"], rel=1e-6)
+    assert results["dropout straight"]["losses"] != pytest.approx(losses, rel=1e-4)
     for stage in (0, 1, 2, 3):
         straight, restarted = results[f"stage {stage} straight"], results[f"stage {stage} restarted"]
         assert straight["losses"] == pytest.approx(losses, rel=2e-3), stage
