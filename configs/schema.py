@@ -32,7 +32,18 @@ DEEPSPEED_GENERATED_KEYS = (
     "bf16",
     "fp16",
     "zero_allow_untested_optimizer",
+    "data_types",
+    "memory_efficient_linear",
 )
+ZERO_GENERATED_KEYS = (
+    "stage",
+    "sub_group_size",
+    "round_robin_gradients",
+    "parameter_alignment",
+    "offload_optimizer",
+    "offload_param",
+)
+"""Those that say where a parameter's optimizer state lies, which training relies on."""
 
 
 class ConfigError(ValueError):
@@ -165,6 +176,12 @@ class OptimizerConfig(Section):
     bias_correction: bool = False
     clamp: tuple[float, float] | None = Field(None, description="bounds of LAMB's trust ratio")
 
+    @model_validator(mode="after")
+    def _check_clamp(self) -> Self:
+        if self.clamp is not None and not 0 <= self.clamp[0] <= self.clamp[1]:
+            raise ValueError(f"clamp {list(self.clamp)} must be [lowest, highest] trust ratio")
+        return self
+
 
 class EvaluateConfig(Section):
     every: PositiveInt = 1000
@@ -185,7 +202,7 @@ class TrainingConfig(Section):
     steps: PositiveInt = 125_000
     stop_after: PositiveInt | None = None
     warmup_steps: NonNegativeInt = 3125
-    learning_rate: Annotated[float, Field(gt=0)] = 0.00176
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.00176
     optimizer: OptimizerConfig = OptimizerConfig()
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(1.0, description="global norm; 0 switches it off")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -207,8 +224,7 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"deepspeed.zero_optimization must be a mapping of DeepSpeed's keys, not {zero_optimization}"
             )
-        if "stage" in zero_optimization:
-            generated.append("zero_optimization.stage")
+        generated += [f"zero_optimization.{key}" for key in zero_optimization if key in ZERO_GENERATED_KEYS]
         if generated:
             raise ValueError(
                 f"deepspeed.{generated[0]} is generated from the other settings (global_batch_size, "

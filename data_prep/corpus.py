@@ -304,6 +304,8 @@ def _wiki_articles(file: BinaryIO, name: str) -> Iterator[Document]:
     position = begin = 0
     for line in file:
         if WIKI_BEGIN.match(line):
+            if article is not None:
+                yield Document(b"".join(article).decode("utf-8", "replace"), f"{name}:{begin}", "unclosed_article")
             article, begin = [], position
         elif line.strip() == b"</doc>":
             if article is not None:
@@ -312,6 +314,8 @@ def _wiki_articles(file: BinaryIO, name: str) -> Iterator[Document]:
         elif article is not None:
             article.append(line)
         position += len(line)
+    if article is not None:
+        yield Document(b"".join(article).decode("utf-8", "replace"), f"{name}:{begin}", "unclosed_article")
 
 
 def _parquet_texts(path: str, name: str, field: str) -> Iterator[Document]:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from configs.schema import ConfigError
 
 LOCK_NAME = ".lock"
+LOCK_ATTEMPTS = 3
 
 
 @contextmanager
@@ -67,20 +69,18 @@ def locked(folder: Path) -> Iterator[Lock]:
     The lock is the kernel's (flock): it ends with the last process that holds it, however that ends. A folder that
     holds nothing else in the end is removed.
     """
+    path = folder / LOCK_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / LOCK_NAME
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _is_locked(descriptor, path):
             holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
             raise ConfigError(
                 f"{folder} is being written by process {holder}: wait for it, or stop it (kill {holder}) first"
-            ) from None
+            )
         lock = Lock(descriptor)
         lock.name_holder(os.getpid())
         try:
@@ -93,12 +93,29 @@ def locked(folder: Path) -> Iterator[Lock]:
         os.close(descriptor)
 
 
+def _is_locked(descriptor: int, path: Path) -> bool:
+    """Lock `descriptor`, trying again for a moment, for others take the lock to look whether it is held.
+
+    False too where `path` is meanwhile another file: a lock on a removed file would hold nobody back.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1)
+            continue
+        return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
 def lock_holder(folder: Path) -> int | None:
     """The process id that holds the lock of `folder`, or None if none does."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None

@@ -9,6 +9,7 @@ small JSON file beside its output: work found done is not done again, and the dr
 progress, whatever the engine. Writes are idempotent, since engines may run an element twice.
 """
 
+import itertools
 import json
 import logging
 import sys
@@ -21,7 +22,7 @@ import pyarrow as pa
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.typehints import Tuple
 
-from configs.schema import run_command
+from configs.schema import ConfigError, run_command
 from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.files import replaced_file, sha256_of, write_whole
@@ -190,6 +191,12 @@ def run_vocabulary(plan_path: str, beam_args: list[str]) -> None:
     plan = Plan.load(plan_path)
     paths = [plan.sample(unit) for unit in range(len(plan.units))]
     sentences = merged_sample(paths, plan.data.vocab.sample_sentences)
+    first = next(sentences, None)
+    if first is None:
+        raise ConfigError(
+            "data.inputs hold no usable text: check paths, kinds, text_field, encoding (UTF-8) and filters"
+        )
+    sentences = itertools.chain([first], sentences)
     write_whole(plan.vocabulary, train_vocabulary(sentences, plan.data, plan.work))
 
 

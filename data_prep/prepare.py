@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,9 @@ from data_prep.vocabulary import Vocabulary
 DEFAULT_RUNNER = "FnApiRunner"
 """Named always: without a name Beam first tries to download another one."""
 POLL_SECONDS = 0.2
-BAD_RECORDS = ("invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
+RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b")
+"""The line of a traceback that says what was raised."""
+BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
 
 
 def finished_dataset(config: Config) -> Dataset | None:
@@ -40,12 +43,12 @@ def finished_dataset(config: Config) -> Dataset | None:
 def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
     """Make the data set of `config`, or find it made; raises `ConfigError` where that cannot be done."""
     plan = Plan.make(config)
-    finished = _finished(plan)
-    if finished is not None:
-        console.print(f"data: {plan.output} is complete and matches the config; nothing to do")
-        return finished
     if beam_args:
         check_beam_options(beam_args)
+    finished = _finished(plan)
+    if finished is not None:
+        console.print(f"data: {plan.output} is complete and matches the config; nothing to do", soft_wrap=True)
+        return finished
     if not any(argument.startswith("--runner") for argument in beam_args):
         beam_args = [f"--runner={DEFAULT_RUNNER}", *beam_args]
     with locked(plan.output) as lock, _sigterm_interrupts():
@@ -96,7 +99,10 @@ def _finished(plan: Plan) -> Dataset | None:
         manifest = read_manifest(plan.output)
         if manifest is None or manifest.get("fingerprint") != plan.fingerprint:
             return None
-        return Dataset.open(plan.output)
+        dataset = Dataset.open(plan.output)
+        # What was altered since is made again, which is the remedy that a refusal names.
+        dataset.verify()
+        return dataset
     except ConfigError:
         return None
 
@@ -149,7 +155,7 @@ def _run_step(
         TextColumn("{task.fields[rate]}"),
     )
     begin = time.monotonic()
-    with open(log, "wb") as log_file, Progress(*columns, console=console) as progress:
+    with open(log, "wb") as log_file, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total, rate="")
         process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=[lock.descriptor])
         lock.name_holder(process.pid)
@@ -183,10 +189,9 @@ def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
         raise ConfigError(plan.failure.read_text())
     if lines and lines[-1].startswith("error: "):
         raise ConfigError(lines[-1].removeprefix("error: "))
-    print("\n".join(lines[-30:]), file=sys.stderr)
-    raise StepFailedError(
-        f"step {step!r} ended with exit code {code}; its log is {log}; the same command goes on from here"
-    )
+    raised = [line for line in lines if RAISED.match(line)]
+    reason = raised[-1] if raised else f"exit code {code}"
+    raise StepFailedError(f"step {step!r} failed: {reason}; its log is {log}; the same command goes on from here")
 
 
 class StepFailedError(RuntimeError):

@@ -177,6 +177,10 @@ class Dataset:
             raise ConfigError(
                 f"{folder} has format {manifest['format']}, this version reads {FORMAT}: prepare the data again"
             )
+        if not _is_manifest(manifest):
+            raise ConfigError(
+                f"{folder / MANIFEST} lacks what a manifest holds: prepare the data again (python -m data_prep)"
+            )
         for entry in _files(manifest):
             path = folder / entry["file"]
             size = path.stat().st_size if path.is_file() else None
@@ -221,11 +225,26 @@ def read_manifest(folder: Path) -> dict | None:
     """The manifest of `folder`, or None if there is none; raises `ConfigError` if it cannot be read."""
     path = folder / MANIFEST
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): prepare the data again (python -m data_prep)") from None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ConfigError(f"{path} is no manifest: prepare the data again (python -m data_prep)")
+    return manifest
+
+
+def _is_manifest(content: object) -> bool:
+    """Whether `content` has the parts that readers rely on."""
+    try:
+        files = [(entry["file"], entry["bytes"], entry["sha256"]) for entry in _files(content)]
+        counts = [(shard["split"], shard["rows"] + shard["tokens"]) for shard in content["shards"]]
+        sections = [dict(content[name]) for name in ("config", "vocabulary", "documents", "corpus")]
+        numbers = content["format"] + content["examples"] + content["tokens"] + content["vocabulary"]["size"]
+        return all((files, counts, sections, numbers, content["fingerprint"], content["inputs"]))
+    except (TypeError, KeyError, ValueError):
+        return False
 
 
 def _files(manifest: dict) -> Iterator[dict]:

@@ -1,5 +1,6 @@
 """The data set as a run in MLflow, which the training runs point to."""
 
+import threading
 import time
 
 from rich.console import Console
@@ -7,6 +8,8 @@ from rich.console import Console
 from configs.schema import Config, flat
 from data_prep.shards import MANIFEST, Dataset
 from training.tracking import DATA_DIGEST, DATA_FOLDER, GIT_COMMIT, RUN_ID, Run, git_commit
+
+WAIT_SECONDS = 45
 
 
 def log_data_run(config: Config, dataset: Dataset, console: Console) -> None:
@@ -23,14 +26,24 @@ def log_data_run(config: Config, dataset: Dataset, console: Console) -> None:
         **({GIT_COMMIT: commit} if commit else {}),
     }
     params = {f"data.{key}": value for key, value in flat(manifest["config"]).items()} | {"seed": manifest["seed"]}
-    try:
-        run = Run(dataset.folder, config, f"{config.name} data", params, tags)
-        run.send([{"step": 0, "time": time.time(), **_measures(manifest)}])
-        run.client.log_artifact(run.id, str(manifest_file))
-        run.client.set_terminated(run.id)
-    except Exception as error:
+    problem = [f"no answer within {WAIT_SECONDS} s"]
+
+    def log() -> None:
+        try:
+            run = Run(dataset.folder, config, f"{config.name} data", params, tags)
+            run.send([{"step": 0, "time": time.time(), **_measures(manifest)}])
+            run.client.log_artifact(run.id, str(manifest_file))
+            run.client.set_terminated(run.id)
+            problem.clear()
+        except Exception as error:
+            problem[:] = [" ".join(str(error).split())]
+
+    thread = threading.Thread(target=log, name="data run", daemon=True)
+    thread.start()
+    thread.join(WAIT_SECONDS)
+    if problem:
         known.unlink(missing_ok=True)
-        console.print(f"warning: MLflow did not take the data run ({error}); going on without it", soft_wrap=True)
+        console.print(f"warning: MLflow did not take the data run ({problem[0]}); going on without it", soft_wrap=True)
 
 
 def _measures(manifest: dict) -> dict[str, float]:

@@ -34,7 +34,10 @@ def print_summary(
             "validation MLM loss",
             f"{loss:.3f} nats at step {last['step']:,} (step {first['step']:,}: {first['validation/mlm_loss']:.3f})",
         )
-        table.add_row("unigram cross-entropy", f"{unigram:.3f} nats: the model is {unigram - loss:.3f} below")
+        table.add_row(
+            "unigram cross-entropy",
+            f"{unigram:.3f} nats: the model is {abs(unigram - loss):.3f} {'below' if loss < unigram else 'above'}",
+        )
         table.add_row("validation MLM accuracy", f"{last['validation/mlm_accuracy']:.3f}")
         objective = config.data.sentence_objective
         accuracy = f"validation/{objective}_accuracy"

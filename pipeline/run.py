@@ -17,7 +17,7 @@ from data_prep.prepare import finished_dataset
 from data_prep.shards import Dataset
 from pipeline.lineage import log_data_run
 from pipeline.report import print_summary
-from training.run_folder import RunFolder, check_former_config
+from training.run_folder import RunFolder, check_data, check_former_config
 
 CPU_PROCESSES = 2
 SECONDS_TO_SAVE = 60
@@ -44,6 +44,7 @@ def run_pipeline(config: Config, config_path: str, overrides: list[str], extend:
     else:
         seconds["data"] = _run_step("data", [sys.executable, "-m", "data_prep", *settings], config.data.output, console)
         dataset = Dataset.open(config.data.output)
+    check_data(config, dataset)
     log_data_run(config, dataset, console)
 
     folder = RunFolder.open(config, dataset, extend)
@@ -74,7 +75,7 @@ def count_gpus() -> int:
     """The NVIDIA GPUs that this process may use, 0 where there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip()])
+        return len([device for device in visible.split(",") if device.strip() and not device.strip().startswith("-")])
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -111,6 +111,7 @@ class CheckpointWriter:
             pending.result()
 
     def _write(self, step: int, weights: dict, moments: dict, state: dict) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = self._folder / f"step-{step:08d}"
@@ -129,7 +130,7 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)
             partial.rename(path)
             sync_folder(self._folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"checkpoint {path} could not be written: {error}") from error
         self._prune(step)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from configs.schema import Config, ConfigError, TrainingConfig
@@ -127,20 +128,26 @@ class Engine:
         if weights is not None:
             weights = fitted_weights(model, weights)
             model.load_state_dict(weights)
+        # Whole, because DeepSpeed takes its float32 masters from working copies in half precision, and may step before
+        # the first step.
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         groups = parameter_groups(model, training.optimizer, training.learning_rate, training.zero_stage)
         self._optimizer = Lamb(groups) if training.optimizer.name == "lamb" else torch.optim.AdamW(groups)
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=deepspeed_config(training)
-        )
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self._optimizer, config=deepspeed_config(training)
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"training.deepspeed: DeepSpeed does not take {key}: {first['msg']}") from None
         self._seed = config.seed
         self._has_dropout = config.model.hidden_dropout_prob > 0 or config.model.attention_probs_dropout_prob > 0
         self._zero_stage = training.zero_stage
         self._clipping = training.gradient_clipping if _clips_itself(training) else 0.0
         self._create_moments()
-        if weights is not None:
-            # DeepSpeed took its float32 masters from working copies that may be in half precision.
-            self._set_whole(resumed.state if resumed is not None else State(weights, {}))
+        self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
             self._set_finished_steps(resumed.step)
 

@@ -55,14 +55,16 @@ def train(
     stop: StopRequest,
     recorder: Recorder | None,
     unigram_cross_entropy: float,
-) -> None:
+) -> bool:
     """Go on from `progress` (which is kept up to date) to the last step; only rank 0 has a `recorder`.
 
-    Raises `FloatingPointError` at the first loss or gradient that is not finite, without saving what it led to.
+    Returns whether a signal, to whichever rank, ended it early. Raises `FloatingPointError` at the first loss or
+    gradient that is not finite, without saving what it led to.
     """
     training = config.training
     last_step = min(training.steps, training.stop_after or training.steps)
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
+    stopping = False
     prefetched = batches.prefetched(progress.step, last_step)
     batch = next(prefetched, None)
     pending = engine.count_masked(batch) if batch else None
@@ -95,6 +97,7 @@ def train(
     prefetched.close()
     if recorder is not None:
         recorder.checkpoints.wait()
+    return stopping
 
 
 def _save(engine: Engine, recorder: Recorder | None, progress: Progress) -> None:

@@ -37,7 +37,6 @@ MLFLOW_CLOSE_SECONDS = {"FINISHED": 60.0, "KILLED": 10.0, "FAILED": 10.0}
 
 def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
     """Train `config` on `dataset` from where `folder` stands."""
-    stop = StopRequest()
     rank, world_size = join_processes()
     _check_same_start(folder)
     vocabulary = Vocabulary.load(dataset.vocabulary_path)
@@ -74,22 +73,23 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         )
         recorder, tracker = _start_recording(config, dataset, folder, progress)
         _print_start(config, dataset, folder, engine, world_size)
-    failed = True
+    status = "FAILED"
+    stopped = False
     try:
+        # Before the first step there is nothing to save: until here signals end the process.
+        stop = StopRequest()
         train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
-        train(config, engine, train_batches, validation, progress, stop, recorder, unigram)
-        failed = False
+        stopped = train(config, engine, train_batches, validation, progress, stop, recorder, unigram)
+        status = "KILLED" if stopped else "FINISHED"
     except (FloatingPointError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     finally:
         if rank == 0:
-            finished = progress.step >= config.training.steps
-            status = "FAILED" if failed else "FINISHED" if finished or not stop.requested else "KILLED"
             _finish_recording(folder, tracker, status)
     if rank == 0:
-        state = "stopped, saved" if stop.requested else "finished"
+        state = "stopped, saved" if stopped else "finished"
         print(f"training: {folder.path} {state} at step {progress.step:,}", flush=True)
     dist.destroy_process_group()
 
@@ -148,7 +148,11 @@ def _start_recording(
 
 
 def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str) -> None:
-    plot = plot_losses(folder.path)
+    plot = None
+    try:
+        plot = plot_losses(folder.path)
+    except OSError as error:
+        print(f"warning: plots could not be written: {error}", file=sys.stderr, flush=True)
     artifacts = [folder.path / CONFIG, folder.path / DEEPSPEED_CONFIG, *([plot] if plot else [])]
     if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS[status]):
         print(

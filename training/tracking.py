@@ -83,7 +83,8 @@ def git_commit() -> str | None:
 def mlflow_client(uri: str):
     """An MLflow client for `uri`, with MLflow's telemetry switched off."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
@@ -137,11 +138,11 @@ class Run:
         experiment = experiment_id(self.client, config.tracking.experiment, config.tracking.uri)
         run = self.client.create_run(experiment, run_name=name, tags=tags)
         self.id = run.info.run_id
+        write_whole(known, self.id + "\n")
         items = [Param(key, str(value)) for key, value in params.items()]
         for begin in range(0, len(items), PARAMS_PER_CALL):
             self.client.log_batch(self.id, params=items[begin : begin + PARAMS_PER_CALL])
         self._log_dataset(tags[DATA_DIGEST], tags[DATA_FOLDER])
-        write_whole(known, self.id + "\n")
 
     def _known_id(self, file: Path, data_digest: str) -> str | None:
         from mlflow.exceptions import MlflowException
@@ -154,7 +155,8 @@ class Run:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise
-        return found.info.run_id if found.data.tags.get(DATA_DIGEST) == data_digest else None
+        usable = found.info.lifecycle_stage == "active" and found.data.tags.get(DATA_DIGEST) == data_digest
+        return found.info.run_id if usable else None
 
     def _log_dataset(self, digest: str, folder: str) -> None:
         from mlflow.entities import Dataset, DatasetInput
@@ -192,6 +194,7 @@ class BackgroundRun:
         self._run: Run | None = None
         self._sent = 0
         self._position = 0
+        self._unsure_what_was_taken = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._thread.start()
@@ -228,6 +231,7 @@ class BackgroundRun:
                 if closing:
                     return
             except Exception as error:
+                self._unsure_what_was_taken = True
                 if not reported:
                     logger.warning("MLflow does not answer; metrics wait in %s: %s", self._folder / METRICS, error)
                     reported = True
@@ -242,6 +246,9 @@ class BackgroundRun:
             run = self._make_run()
             self._sent = run.last_step(self.FIRST_METRIC)
             self._run = run
+        if self._unsure_what_was_taken:
+            self._sent = max(self._sent, self._run.last_step(self.FIRST_METRIC))
+            self._unsure_what_was_taken = False
         path = self._folder / METRICS
         if not path.exists():
             return

@@ -200,7 +200,8 @@ def test_wikiextractor_articles_are_documents(tmp_path):
         '<doc id="2" url="u" title="Two">\nTwo\n<not a doc>\n</doc>\n<doc id="3" title="Cut">\nunfinished\n'
     )
     found = documents_of(tmp_path / "**" / "wiki_*", kind="wikiextractor")
-    assert [document.text for document in found] == ["One\n\nFirst article.\n\n", "Two\n<not a doc>\n"]
+    assert [document.text for document in found[:2]] == ["One\n\nFirst article.\n\n", "Two\n<not a doc>\n"]
+    assert [(document.text, document.problem) for document in found[2:]] == [("unfinished\n", "unclosed_article")]
     assert found[0].place == "AA/wiki_00:0"
 
 

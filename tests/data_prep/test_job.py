@@ -416,3 +416,16 @@ def test_too_many_bad_records_are_refused_with_their_places(tmp_path, jobs, writ
     message = refused(data_prep("--config", write_config(tmp_path, "refused", **settings)))
     assert "2 of 50 documents are unreadable" in message and "(broken_json)" in message and "(missing_field)" in message
     assert not (tmp_path / "refused").exists()
+
+
+def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):
+    (tmp_path / "corpus.txt").write_text("\n\n".join(pseudo_documents(150, 3)))
+    config = write_config(
+        tmp_path, "repaired", inputs=[{"kind": "text", "path": str(tmp_path / "corpus.txt")}], vocab={"size": 400}
+    )
+    assert data_prep("--config", config).wait() == 0
+    shard = next((tmp_path / "repaired").glob("train-*.arrow"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+    assert data_prep("--config", config).wait() == 0
+    assert shard.read_bytes() == whole

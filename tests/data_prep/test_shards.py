@@ -122,7 +122,16 @@ def dataset(tmp_path):
     manifest = {
         "format": FORMAT,
         "vocabulary": {"size": 1000, "bytes": 5, "digest": entry("spiece.model")["sha256"]},
-        "shards": [{"split": split, "rows": 50, **entry(f"{split}.arrow")} for split in ("train", "validation")],
+        "shards": [
+            {"split": split, "rows": 50, "tokens": 500, **entry(f"{split}.arrow")} for split in ("train", "validation")
+        ],
+        "fingerprint": "f",
+        "config": {"max_length": 64},
+        "documents": {"read": 1, "used": 1, "dropped": {}},
+        "corpus": {"words": 1, "tokens": 1, "truncated_tokens": 0},
+        "inputs": [{"path": "x", "bytes": 1, "sha256": "0"}],
+        "examples": 100,
+        "tokens": 1000,
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     return tmp_path
@@ -166,6 +175,10 @@ def test_a_folder_without_a_usable_manifest_is_no_dataset(dataset):
     (dataset / "manifest.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
     with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
         Dataset.open(dataset)
+    for content in [[], {}, "x", *({**manifest, key: 5} for key in ("shards", "vocabulary", "config"))]:
+        (dataset / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"manifest\.json (is no manifest|lacks what a manifest holds)"):
+            Dataset.open(dataset)
     (dataset / "manifest.json").write_text("{")
     with pytest.raises(ConfigError, match=r"manifest\.json cannot be read"):
         Dataset.open(dataset)

@@ -275,3 +275,39 @@ def test_weights_and_precision_that_do_not_fit_are_refused_in_one_line(undisturb
     assert message in errors[0]
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "training__deepspeed__zero_optimization__round_robin_gradients",
+        "training__deepspeed__zero_optimization__sub_group_size",
+        "training__deepspeed__data_types",
+    ],
+)
+def test_deepspeed_settings_that_would_move_the_optimizer_state_are_refused(undisturbed, setting):
+    result = run("-m", "training.pretrain", *settings(undisturbed, **{setting: "{}"}))
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "is generated from the other settings" in result.stderr
+
+
+def test_a_full_disk_is_reported_in_one_line_and_the_last_checkpoint_kept(workspace):
+    folder = workspace("full")
+    disk = folder / "run"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        result = run("-m", "training.pretrain", *settings(folder, training__checkpoint__keep="100"))
+        assert result.returncode == 1, result.stderr
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1, result.stderr
+        assert "could not be written" in errors[0]
+        assert "Traceback" not in result.stderr
+        complete = sorted(path.parent.name for path in (disk / "checkpoints").glob("*/COMPLETE"))
+        assert complete
+        assert not list((disk / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

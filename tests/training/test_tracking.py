@@ -108,6 +108,12 @@ def test_a_store_whose_making_was_killed_is_made_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
+def test_a_run_that_was_deleted_in_mlflow_is_made_anew(tmp_path, config):
+    first = tracking.Run(tmp_path, config, "tracked", {}, TAGS)
+    first.client.delete_run(first.id)
+    assert tracking.Run(tmp_path, config, "tracked", {}, TAGS).id != first.id
+
+
 def test_a_run_about_other_data_is_a_new_run(tmp_path, config):
     first = tracking.Run(tmp_path, config, "tracked", {}, TAGS)
     again = tracking.Run(tmp_path, config, "tracked", {}, TAGS)
