@@ -31,6 +31,8 @@ from training.tracking import (
 )
 
 DEEPSPEED_CONFIG = "ds_config.json"
+MLFLOW_ANSWER_SECONDS = 15.0
+"""How long the first checkpoint waits for the id of its run."""
 MLFLOW_CLOSE_SECONDS = {"FINISHED": 60.0, "KILLED": 10.0, "FAILED": 10.0}
 """How long a run that has ended waits for MLflow: one that was told to stop should not keep others waiting."""
 
@@ -126,7 +128,6 @@ def _start_recording(
     tracker = BackgroundRun(folder.path, config, f"{config.name} pretraining", flat(resolved(config)), tags)
 
     def state(progress: Progress) -> dict:
-        run_id = folder.path / RUN_ID
         return {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -138,7 +139,7 @@ def _start_recording(
                 "inputs": dataset.manifest["inputs"],
             },
             "init_from": str(folder.initial.path) if folder.initial is not None else None,
-            "mlflow_run_id": run_id.read_text().strip() if run_id.exists() else None,
+            "mlflow_run_id": tracker.run_id(MLFLOW_ANSWER_SECONDS),
             "git_commit": commit,
             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
         }

@@ -53,8 +53,11 @@ class MetricsFile:
     def append(self, step: int, tokens: int, values: dict[str, float]) -> None:
         """One line: `step`, the `tokens` seen so far, the `time` now (seconds since 1970), and `values` by name."""
         line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path} could not be written: {error}") from error
 
 
 def read_metrics(folder: Path) -> Iterator[dict]:
@@ -195,9 +198,15 @@ class BackgroundRun:
         self._sent = 0
         self._position = 0
         self._unsure_what_was_taken = False
+        self._answered = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._thread.start()
+
+    def run_id(self, timeout: float) -> str | None:
+        """The run's id in MLflow; None if MLflow has not answered once within `timeout` seconds, or with an error."""
+        self._answered.wait(timeout)
+        return self._run.id if self._run is not None else None
 
     def close(self, status: str, artifacts: list[Path], timeout: float) -> bool:
         """Send what is left, `artifacts` too, and set the run's `status` (FINISHED, KILLED or FAILED).
@@ -231,6 +240,7 @@ class BackgroundRun:
                 if closing:
                     return
             except Exception as error:
+                self._answered.set()
                 self._unsure_what_was_taken = True
                 if not reported:
                     logger.warning("MLflow does not answer; metrics wait in %s: %s", self._folder / METRICS, error)
@@ -246,6 +256,7 @@ class BackgroundRun:
             run = self._make_run()
             self._sent = run.last_step(self.FIRST_METRIC)
             self._run = run
+            self._answered.set()
         if self._unsure_what_was_taken:
             self._sent = max(self._sent, self._run.last_step(self.FIRST_METRIC))
             self._unsure_what_was_taken = False

@@ -296,11 +296,15 @@ def test_a_full_disk_is_reported_in_one_line_and_the_last_checkpoint_kept(worksp
     folder = workspace("full")
     disk = folder / "run"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        result = run("-m", "training.pretrain", *settings(folder, training__checkpoint__keep="100"))
+        result = run(
+            "-m",
+            "training.pretrain",
+            *settings(folder, training__checkpoint__keep="100", training__checkpoint__every="2"),
+        )
         assert result.returncode == 1, result.stderr
         errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
         assert len(errors) == 1, result.stderr
