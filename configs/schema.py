@@ -21,7 +21,9 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Path_ = Annotated[str, AfterValidator(lambda path: absolute_path(path))]
+LocalPath = Annotated[Path_, AfterValidator(lambda path: local_path(path))]
 
+CACHE = "~/.cache/albert-pretraining"
 DEEPSPEED_GENERATED_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,6 +55,12 @@ class ConfigError(ValueError):
 def absolute_path(path: str) -> str:
     """`path` made absolute against the working directory; URLs (`s3://…`) and the empty string stay as they are."""
     return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def local_path(path: str) -> str:
+    if "://" in path:
+        raise ValueError(f"{path} is a URL: only data folders may be; name a folder that all nodes share")
+    return path
 
 
 class Section(BaseModel):
@@ -98,7 +106,15 @@ class MaskingConfig(Section):
 
 
 class DataConfig(Section):
-    output: Path_
+    output: Path_ = Field(description="the data folder; like every path here it may be a URL (s3://, gs://, hdfs://)")
+    cache: LocalPath = Field(
+        CACHE,
+        validate_default=True,
+        description="where each node keeps a data folder that is a URL",
+    )
+    stall_seconds: NonNegativeInt = Field(
+        1800, description="how long nothing may get done before the job is ended; 0: for ever"
+    )
     inputs: Annotated[tuple[InputConfig, ...], Field(min_length=1)]
     language: str = "en"
     lower_case: bool = True
@@ -194,8 +210,8 @@ class CheckpointConfig(Section):
 
 
 class TrainingConfig(Section):
-    output: Path_
-    init_from: Path_ | None = None
+    output: LocalPath
+    init_from: LocalPath | None = None
     processes_per_node: PositiveInt | Literal["auto"] = "auto"
     global_batch_size: PositiveInt = 4096
     micro_batch_tokens: PositiveInt = 16384

@@ -10,8 +10,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,12 +22,28 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from configs.schema import ConfigError, InputConfig, fingerprint
-from data_prep.files import sha256_of
+from data_prep.files import is_url, located, one_line, opened, sha256_of
 
-UNIT_BYTES = 16 * 2**20
+UNIT_BYTES = (2**20, 64 * 2**20)
+"""The least and the most bytes in a unit of a plain file."""
+UNITS = 128
+"""How many units a corpus is parted into, within those bounds: enough that workers end at about the same time."""
 MODULES_BYTES = 2 * 2**20
 """Python source per unit: parsing it is the slow part."""
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+READ_BYTES = 2**20
+CHANGE_MARKS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "updated",
+)
+"""What stores tell of an object that changes with its content."""
 WIKI_BEGIN = re.compile(rb"\s*<doc [^>]*>\s*$")
 DOCTEST = re.compile(r"^\s*>>>", re.MULTILINE)
 RULE = re.compile(r"^\W+$")
@@ -41,7 +59,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """An input file, or for docstrings an installed package with its modules' paths relative to it.
+    """An input file by its path or URL, or for docstrings an installed package by its name, with its modules' paths
+    relative to it and their sizes.
 
     `name` is its path below the folder that the glob fixes: with it documents are told apart, wherever that lies.
     """
@@ -51,13 +70,14 @@ class Source:
     name: str
     bytes: int
     identity: str
-    modules: tuple[str, ...] = ()
+    modules: tuple[tuple[str, int], ...] = ()
 
     def sha256(self) -> str:
         """The file's sha256; a package's is that of its modules' digests and names, as `sha256sum` prints them."""
         if self.settings.kind != "docstrings":
             return sha256_of(self.path)
-        return fingerprint([[sha256_of(os.path.join(self.path, module)), module] for module in self.modules])
+        folder = package_folder(self.path)
+        return fingerprint([[sha256_of(folder / module), module] for module, _ in self.modules])
 
 
 @dataclass(frozen=True)
@@ -82,15 +102,36 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
         if settings.kind == "docstrings":
             sources += [_package(settings, name, key) for name in settings.path.replace(",", " ").split()]
             continue
-        matches = sorted(path for path in glob(settings.path, recursive=True) if os.path.isfile(path))
+        matches = _remote_matches(settings.path, key) if is_url(settings.path) else _local_matches(settings.path)
         if not matches:
             raise ConfigError(f"{key}: no file matches {settings.path}")
-        for path in matches:
-            state = os.stat(path)
-            identity = fingerprint([settings.model_dump(mode="json"), path, state.st_size, state.st_mtime_ns])
+        for path, size, mark in matches:
+            identity = fingerprint([settings.model_dump(mode="json"), path, size, mark])
             name = os.path.relpath(path, _fixed_folder(settings.path))
-            sources.append(Source(settings, path, name, state.st_size, identity))
+            sources.append(Source(settings, path, name, size, identity))
     return sources
+
+
+def _local_matches(pattern: str) -> list[tuple[str, int, int]]:
+    """(path, bytes, time of change in ns) of the files that match, sorted."""
+    paths = sorted(path for path in glob(pattern, recursive=True) if os.path.isfile(path))
+    states = [os.stat(path) for path in paths]
+    return [(path, state.st_size, state.st_mtime_ns) for path, state in zip(paths, states, strict=True)]
+
+
+def _remote_matches(pattern: str, key: str) -> list[tuple[str, int, str]]:
+    """(URL, bytes, what changes with the content) of the objects that match, sorted."""
+    place = located(pattern)
+    prefix = pattern.removesuffix(place.path)
+    try:
+        found = place.fs.glob(place.path, detail=True)
+    except Exception as error:
+        raise ConfigError(f"{key}: {pattern} cannot be listed: {one_line(error)}") from None
+    return sorted(
+        (prefix + path, info["size"], next((str(info[name]) for name in CHANGE_MARKS if name in info), ""))
+        for path, info in found.items()
+        if info["type"] == "file"
+    )
 
 
 def _fixed_folder(pattern: str) -> str:
@@ -102,86 +143,139 @@ def _fixed_folder(pattern: str) -> str:
 
 
 def split_units(sources: list[Source]) -> list[Unit]:
+    least, most = UNIT_BYTES
+    unit_bytes = min(most, max(least, sum(source.bytes for source in sources) // UNITS))
     units = []
     for source in sources:
         if source.modules:
             units += _module_units(source)
         elif (
             source.settings.kind in ("text", "jsonl")
-            and not source.path.endswith(COMPRESSED)
-            and (source.settings.document_per == "block")
+            and not source.path.endswith(tuple(COMPRESSED))
+            and source.settings.document_per == "block"
         ):
-            for begin in range(0, source.bytes, UNIT_BYTES):
-                end = min(begin + UNIT_BYTES, source.bytes)
+            for begin in range(0, source.bytes, unit_bytes):
+                end = min(begin + unit_bytes, source.bytes)
                 units.append(Unit(source, begin, end, end - begin))
         else:
             units.append(Unit(source, 0, source.bytes, source.bytes))
     return units
 
 
-def read_documents(unit: Unit) -> Iterator[Document]:
-    """The documents that begin in `unit`, in order; unreadable records come with their problem.
+class UnitReader:
+    """The documents that begin in `unit`, in order, once; unreadable records come with their problem.
 
-    Raises `OSError` or `pyarrow.ArrowException`, naming the file, where the file itself is bad.
+    Iterating raises `OSError`, naming the file, where the file itself is bad.
     """
-    settings, path, name = unit.source.settings, unit.source.path, unit.source.name
-    try:
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+        self._position: Callable[[], int] = lambda: 0
+
+    @property
+    def bytes_read(self) -> int:
+        """How much of the unit's bytes is behind."""
+        return max(0, min(self._unit.bytes, self._position()))
+
+    def __iter__(self) -> Iterator[Document]:
+        try:
+            yield from self._documents()
+        except (OSError, EOFError, pa.ArrowException, KeyError) as error:
+            raise OSError(f"{self._unit.source.path} cannot be read: {one_line(error)}") from error
+
+    def _documents(self) -> Iterator[Document]:
+        unit = self._unit
+        settings, path, name = unit.source.settings, unit.source.path, unit.source.name
         if settings.kind == "docstrings":
-            yield from _docstrings(unit)
+            yield from self._docstrings()
         elif settings.kind == "parquet":
-            yield from _parquet_texts(path, name, settings.text_field)
-        elif settings.kind == "text" and settings.document_per == "file":
-            with _opened(path) as file:
-                yield _decoded(file.read(), f"{name}:0")
+            yield from self._parquet_texts()
         else:
-            with _opened(path) as file:
-                if settings.kind == "text":
+            with _decompressed(path) as (file, position):
+                self._position = lambda: position() - unit.begin
+                if settings.kind == "text" and settings.document_per == "file":
+                    yield _decoded(file.read(), f"{name}:0")
+                elif settings.kind == "text":
                     yield from _blocks(file, unit)
                 elif settings.kind == "jsonl":
                     yield from _json_lines(file, unit)
                 else:
                     yield from _wiki_articles(file, name)
-    except (OSError, EOFError, pa.ArrowException, KeyError) as error:
-        raise OSError(f"{path} cannot be read: {error}") from error
+
+    def _docstrings(self) -> Iterator[Document]:
+        source = self._unit.source
+        folder = package_folder(source.path)
+        read = 0
+        for module, size in source.modules[self._unit.begin : self._unit.end]:
+            place = f"{source.name}/{module}:0"
+            content = (folder / module).read_bytes()
+            if len(content) != size:
+                raise OSError(f"{module} has {len(content)} bytes here and {size} where the job was started")
+            read += size
+            self._position = lambda position=read: position
+            try:
+                tree = ast.parse(content)
+            except (SyntaxError, ValueError, RecursionError):
+                yield Document("", place, "syntax_error")
+                continue
+            text = docstring_text(tree)
+            if text:
+                yield _unescaped(text, place)
+
+    def _parquet_texts(self) -> Iterator[Document]:
+        source = self._unit.source
+        field, row = source.settings.text_field, 0
+        with opened(source.path) as raw:
+            file = pa.parquet.ParquetFile(raw)
+            if field not in file.schema_arrow.names:
+                raise OSError(f"it has no column {field} (its columns: {', '.join(file.schema_arrow.names)})")
+            self._position = lambda: self._unit.bytes * row // max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    if isinstance(value, str):
+                        yield Document(value, f"{source.name}:{row}")
+                    else:
+                        yield Document("" if value is None else str(value), f"{source.name}:{row}", "missing_field")
+                    row += 1
 
 
-def _package(settings: InputConfig, name: str, key: str) -> Source:
+def read_documents(unit: Unit) -> UnitReader:
+    return UnitReader(unit)
+
+
+@lru_cache
+def package_folder(name: str) -> Path:
+    """Where the installed package `name` lies, which is not imported; raises `OSError` if it is not there."""
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{key}: {name} is not an installed top-level package")
-    root = Path(next(iter(spec.submodule_search_locations)))
+        raise OSError(f"{name} is not an installed top-level package")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _package(settings: InputConfig, name: str, key: str) -> Source:
+    try:
+        root = package_folder(name)
+    except OSError as error:
+        raise ConfigError(f"{key}: {error}") from None
     modules = sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
     if not modules:
         raise ConfigError(f"{key}: package {name} has no Python modules")
     states = [os.stat(root / module) for module in modules]
     identity = fingerprint([name, [[m, s.st_size, s.st_mtime_ns] for m, s in zip(modules, states, strict=True)]])
-    return Source(settings, str(root), name, sum(state.st_size for state in states), identity, tuple(modules))
+    sizes = [state.st_size for state in states]
+    return Source(settings, name, name, sum(sizes), identity, tuple(zip(modules, sizes, strict=True)))
 
 
 def _module_units(source: Source) -> Iterator[Unit]:
     begin, size = 0, 0
-    for position, module in enumerate(source.modules):
-        size += os.path.getsize(os.path.join(source.path, module))
+    for position, (_, module_size) in enumerate(source.modules):
+        size += module_size
         if size >= MODULES_BYTES or position + 1 == len(source.modules):
             yield Unit(source, begin, position + 1, size)
             begin, size = position + 1, 0
-
-
-def _docstrings(unit: Unit) -> Iterator[Document]:
-    for module in unit.source.modules[unit.begin : unit.end]:
-        place = f"{unit.source.name}/{module}:0"
-        content = Path(unit.source.path, module).read_bytes()
-        try:
-            tree = ast.parse(content)
-        except (SyntaxError, ValueError, RecursionError):
-            yield Document("", place, "syntax_error")
-            continue
-        text = docstring_text(tree)
-        if text:
-            yield _unescaped(text, place)
 
 
 def docstring_text(tree: ast.Module) -> str:
@@ -201,10 +295,17 @@ def docstring_text(tree: ast.Module) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _opened(path: str) -> BinaryIO:
-    if path.endswith(COMPRESSED):
-        return io.BufferedReader(pa.input_stream(path, compression="detect"), 2**20)
-    return open(path, "rb")
+@contextmanager
+def _decompressed(path: str) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """(the content of the file, what tells the position in the file itself)."""
+    with opened(path) as raw:
+        compression = COMPRESSED.get(os.path.splitext(path)[1])
+        if compression is not None:
+            stream = pa.CompressedInputStream(pa.PythonFile(raw), compression)
+            yield io.BufferedReader(stream, READ_BYTES), raw.tell
+        else:
+            file = io.BufferedReader(raw, READ_BYTES) if is_url(path) else raw
+            yield file, file.tell
 
 
 def _decoded(content: bytes, place: str) -> Document:
@@ -316,17 +417,3 @@ def _wiki_articles(file: BinaryIO, name: str) -> Iterator[Document]:
         position += len(line)
     if article is not None:
         yield Document(b"".join(article).decode("utf-8", "replace"), f"{name}:{begin}", "unclosed_article")
-
-
-def _parquet_texts(path: str, name: str, field: str) -> Iterator[Document]:
-    file = pa.parquet.ParquetFile(path)
-    if field not in file.schema_arrow.names:
-        raise OSError(f"it has no column {field} (its columns: {', '.join(file.schema_arrow.names)})")
-    row = 0
-    for batch in file.iter_batches(batch_size=256, columns=[field]):
-        for value in batch.column(0).to_pylist():
-            if isinstance(value, str):
-                yield Document(value, f"{name}:{row}")
-            else:
-                yield Document("" if value is None else str(value), f"{name}:{row}", "missing_field")
-            row += 1

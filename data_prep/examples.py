@@ -22,6 +22,8 @@ from data_prep.vocabulary import CLS, SEP, UNK, Vocabulary
 
 RANDOM_B = 1
 """NSP's label for a B from another document."""
+ROW_BYTES = 1000
+"""About what Python takes for a buffered row beside its tokens."""
 BAD_SAMPLES = 5
 BAD_SAMPLE_CHARACTERS = 80
 
@@ -62,13 +64,19 @@ class ExampleMaker:
         self._train_shards, self._validation_shards = shard_count(data)
         self._begins_word = vocabulary.word_starts != 0
         self.counts = Counts()
+        self.examples = 0
         self._start_rows()
 
     def _start_rows(self) -> None:
         self._ids: list[np.ndarray] = []
         self._lengths: list[int] = []
         self._scalars: list[tuple[int, int, int, int]] = []
-        self.tokens = 0
+        self._tokens = 0
+
+    @property
+    def buffered_bytes(self) -> int:
+        """About how much memory the rows take that `take_rows` would return."""
+        return self._tokens * self._vocabulary.id_dtype().itemsize + len(self._lengths) * ROW_BYTES
 
     def add(self, document: Document) -> None:
         """Make the examples of `document`, or count why there are none."""
@@ -103,7 +111,8 @@ class ExampleMaker:
             b_start = 2 + a[1] - a[0] if b[1] > b[0] else length
             self._lengths.append(length)
             self._scalars.append((b_start, label, identity, chunk))
-            self.tokens += length
+            self._tokens += length
+            self.examples += 1
         counts = self.counts
         counts.words += normalized.count(" ") + 1
         counts.corpus_tokens += len(ids)

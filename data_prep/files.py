@@ -1,25 +1,63 @@
-"""Files that are whole or absent, and folders with one writer at a time."""
+"""Files that are whole or absent, on this machine and, through fsspec, wherever a URL leads (`s3://`, `gs://`, …)."""
 
-import fcntl
 import hashlib
 import os
-import time
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from upath import UPath
 
 from configs.schema import ConfigError
 
-LOCK_NAME = ".lock"
-LOCK_ATTEMPTS = 3
+WHOLE_ON_ARRIVAL = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+"""Stores that show an object only when all of it has arrived; elsewhere a rename makes it so."""
+COPY_BYTES = 2**20
+
+
+def is_url(place: str | os.PathLike) -> bool:
+    return "://" in str(place)
+
+
+def located(place: str | os.PathLike) -> Path:
+    """`place`, a path or URL, as a path object. Raises `ConfigError` where what its protocol needs is not there."""
+    if not is_url(place):
+        return Path(place)
+    protocol = str(place).partition("://")[0]
+    try:
+        # Without a cache of listings, for other processes write there too.
+        path = UPath(place, use_listings_cache=False)
+        _ = path.fs
+        return path
+    except ImportError as error:
+        raise ConfigError(f"{protocol}:// needs a package that is not installed: {error}") from None
+    except ValueError:
+        raise ConfigError(
+            f"{place}: no file system is known for {protocol}:// (fsspec lists those there are)"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{place} cannot be reached: {one_line(error)}") from None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; on success it is synced and renamed to `path`, else removed."""
+    """A temporary local path to write to; on success the file is synced and becomes `path`, else it is removed."""
+    if is_url(path):
+        with tempfile.TemporaryDirectory(prefix="albert-") as folder:
+            temporary = Path(folder, path.name)
+            yield temporary
+            _upload(temporary, path)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(_temporary_name(path.name))
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -30,14 +68,70 @@ def replaced_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _temporary_name(name: str) -> str:
+    return f".{name}.{uuid.uuid4().hex[:12]}.tmp"
+
+
+def _upload(local: Path, path: Path) -> None:
+    if path.protocol in WHOLE_ON_ARRIVAL:
+        path.fs.put_file(str(local), path.path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arriving = path.with_name(_temporary_name(path.name))
+    path.fs.put_file(str(local), arriving.path)
+    path.unlink(missing_ok=True)
+    path.fs.mv(arriving.path, path.path)
+
+
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write `content` to `path` so that a reader sees all of it or the former file."""
     with replaced_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def moved(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, which it replaces; on object stores the store copies it and drops the old name."""
+    if is_url(source):
+        target.unlink(missing_ok=True)
+        source.fs.mv(source.path, target.path)
+    else:
+        os.replace(source, target)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove `folder` and all it holds, if it is there."""
+    if is_url(folder):
+        if folder.exists():
+            folder.fs.rm(folder.path, recursive=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def entry_names(folder: Path) -> set[str]:
+    """The names of what is in `folder`; none where there is no such folder."""
+    try:
+        if is_url(folder):
+            return {path.rstrip("/").rpartition("/")[2] for path in folder.fs.ls(folder.path, detail=False)}
+        return set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """The sizes in bytes of the files in `folder` by name; none where there is no such folder."""
+    try:
+        if is_url(folder):
+            found = folder.fs.ls(folder.path, detail=True)
+            return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+        return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    except FileNotFoundError:
+        return {}
+
+
 def sync_folder(folder: Path) -> None:
-    """Make renames and removals in `folder` durable."""
+    """Make renames and removals in a local `folder` durable."""
+    if is_url(folder):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,81 +139,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: str | os.PathLike) -> str:
+def opened(place: str | os.PathLike) -> BinaryIO:
+    """The file at the path or URL `place`, to be read in binary."""
+    return located(place).open("rb")
+
+
+def sha256_of(place: str | os.PathLike) -> str:
+    with opened(place) as file:
+        digest = hashlib.sha256()
+        while block := file.read(COPY_BYTES):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def bytes_between(place: str | os.PathLike, begin: int, end: int) -> bytes:
+    """Bytes [begin, end) of the file at the path or URL `place`."""
+    path = located(place)
+    if is_url(path):
+        return path.fs.cat_file(path.path, start=begin, end=end)
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@dataclass(frozen=True)
-class Lock:
-    """A held lock. A child process that inherits `descriptor` (`pass_fds`) holds it too."""
-
-    descriptor: int
-
-    def name_holder(self, pid: int) -> None:
-        """Write down which process others are told about."""
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, f"{pid}\n".encode(), 0)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[Lock]:
-    """Hold the one writer's lock of `folder`, which is made if need be; raises `ConfigError` if another holds it.
-
-    The lock is the kernel's (flock): it ends with the last process that holds it, however that ends. A folder that
-    holds nothing else in the end is removed.
-    """
-    path = folder / LOCK_NAME
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
-    try:
-        if not _is_locked(descriptor, path):
-            holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
-            raise ConfigError(
-                f"{folder} is being written by process {holder}: wait for it, or stop it (kill {holder}) first"
-            )
-        lock = Lock(descriptor)
-        lock.name_holder(os.getpid())
-        try:
-            yield lock
-        finally:
-            if {entry.name for entry in folder.iterdir()} == {LOCK_NAME}:
-                path.unlink()
-                folder.rmdir()
-    finally:
-        os.close(descriptor)
-
-
-def _is_locked(descriptor: int, path: Path) -> bool:
-    """Lock `descriptor`, trying again for a moment, for others take the lock to look whether it is held.
-
-    False too where `path` is meanwhile another file: a lock on a removed file would hold nobody back.
-    """
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.1)
-            continue
-        return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
-def lock_holder(folder: Path) -> int | None:
-    """The process id that holds the lock of `folder`, or None if none does."""
-    try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be used: {error.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return int(os.read(descriptor, 64).decode(errors="replace").strip() or 0)
-    finally:
-        os.close(descriptor)
+        file.seek(begin)
+        return file.read(end - begin)

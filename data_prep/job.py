@@ -9,12 +9,17 @@ small JSON file beside its output: work found done is not done again, and the dr
 progress, whatever the engine. Writes are idempotent, since engines may run an element twice.
 """
 
-import itertools
 import json
 import logging
+import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 
 import apache_beam as beam
@@ -25,17 +30,22 @@ from apache_beam.typehints import Tuple
 from configs.schema import ConfigError, run_command
 from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
-from data_prep.files import replaced_file, sha256_of, write_whole
+from data_prep.files import bytes_between, is_url, replaced_file, write_whole
 from data_prep.plan import Plan
 from data_prep.sampling import merged_sample, sampled_documents
 from data_prep.shards import write_shard
 from data_prep.vocabulary import Vocabulary, train_vocabulary
 
-SPILL_TOKENS = 32 * 2**20
-"""Rows are spilled at least this often within a unit, which bounds a worker's memory."""
+SPILL_BYTES = 64 * 2**20
+"""Rows are spilled when they take this much within a unit, which bounds a worker's memory."""
 
-Rows = tuple[str, int]
-"""Where some rows of a shard lie: (spill file, record batch in it)."""
+HEARTBEAT_SECONDS = 5.0
+REMOTE_HEARTBEAT_SECONDS = 30.0
+PARENT_SECONDS = 0.2
+"""How often a step's process looks whether the driver still lives."""
+
+Place = tuple[int, int, int, int]
+"""Where some rows of a shard lie: (unit, part, first byte, byte after the last) of a spill file."""
 
 
 @lru_cache(maxsize=1)
@@ -48,10 +58,20 @@ def vocabulary_at(path: Path) -> Vocabulary:
     return Vocabulary.load(path)
 
 
-def documents_of(plan: Plan, unit: int) -> Iterator[Document]:
-    """The documents of a unit; a bad file's name is left for the driver, since engines bury exceptions."""
+def documents_of(plan: Plan, unit: int, examples: Callable[[], int] = lambda: 0) -> Iterator[Document]:
+    """The documents of a unit, with heartbeats in between that tell how many `examples` there are.
+
+    A bad file's name is left for the driver, since engines bury exceptions.
+    """
+    reader = read_documents(plan.units[unit])
+    interval = REMOTE_HEARTBEAT_SECONDS if is_url(plan.work) else HEARTBEAT_SECONDS
+    due = time.monotonic() + interval
     try:
-        yield from read_documents(plan.units[unit])
+        for document in reader:
+            yield document
+            if time.monotonic() >= due:
+                write_whole(plan.heartbeat(unit), json.dumps({"bytes": reader.bytes_read, "examples": examples()}))
+                due = time.monotonic() + interval
     except OSError as error:
         write_whole(plan.failure, str(error))
         raise
@@ -80,7 +100,7 @@ class SampleUnit(PlannedWork):
 class SpillUnit(PlannedWork):
     """("unit" or "source", number) -> (shard, where rows of it lie). A source is only digested, for the manifest."""
 
-    def process(self, piece: tuple[str, int]) -> Iterator[Tuple[int, Tuple[str, int]]]:
+    def process(self, piece: tuple[str, int]) -> Iterator[Tuple[int, Tuple[int, int, int, int]]]:
         plan = plan_at(self.plan_path)
         kind, number = piece
         if kind == "source":
@@ -91,9 +111,9 @@ class SpillUnit(PlannedWork):
         path = plan.unit_report(number)
         if not path.exists():
             write_whole(path, json.dumps(spill_unit(plan, number)))
-        for spill in json.loads(path.read_text())["spills"]:
-            for position, shard in enumerate(spill["shards"]):
-                yield shard, (spill["file"], position)
+        for part, spill in enumerate(json.loads(path.read_text())["spills"]):
+            for shard, (begin, end) in zip(spill["shards"], pairwise(spill["offsets"]), strict=True):
+                yield shard, (number, part, begin, end)
 
 
 def spill_unit(plan: Plan, unit: int) -> dict:
@@ -104,26 +124,25 @@ def spill_unit(plan: Plan, unit: int) -> dict:
     def spill() -> None:
         rows = maker.take_rows()
         if rows:
-            path = plan.spill(unit, len(spills))
-            _write_spill(path, list(rows.values()))
-            spills.append({"file": str(path), "shards": list(rows)})
+            offsets = _write_spill(plan.spill(unit, len(spills)), list(rows.values()))
+            spills.append({"shards": list(rows), "offsets": offsets})
 
-    for document in documents_of(plan, unit):
+    for document in documents_of(plan, unit, lambda: maker.examples):
         maker.add(document)
-        if maker.tokens >= SPILL_TOKENS:
+        if maker.buffered_bytes >= SPILL_BYTES:
             spill()
     spill()
-    return {"counts": vars(maker.counts), "spills": spills}
+    return {"counts": vars(maker.counts), "examples": maker.examples, "spills": spills}
 
 
 class MergeShard(PlannedWork):
     """(shard, where its rows lie) -> the finished shard."""
 
-    def process(self, element: tuple[int, Iterable[Rows]]) -> Iterator[int]:
+    def process(self, element: tuple[int, Iterable[Place]]) -> Iterator[int]:
         shard, places = element
         plan = plan_at(self.plan_path)
         if not is_merged(plan, shard):
-            merge_shard(plan, shard, [_read_spill(file, position) for file, position in sorted(places)])
+            merge_shard(plan, shard, [_read_spill(plan, place) for place in sorted(places)])
         yield shard
 
 
@@ -135,26 +154,29 @@ def is_merged(plan: Plan, shard: int) -> bool:
 def merge_shard(plan: Plan, shard: int, batches: list[pa.RecordBatch]) -> None:
     """Write the finished `shard` of rows `batches`, and its report."""
     finished = finish_shard(batches, vocabulary_at(plan.vocabulary), plan.data, plan.seed)
-    path = plan.shard(shard)
-    write_shard(path, finished.table)
     report = {
+        **write_shard(plan.shard(shard), finished.table),
         "rows": len(finished.table),
         "tokens": finished.tokens,
-        "bytes": path.stat().st_size,
-        "sha256": sha256_of(path),
         "duplicate_documents": finished.duplicate_documents,
     }
     write_whole(plan.shard_report(shard), json.dumps(report))
 
 
-def _write_spill(path: Path, batches: list[pa.RecordBatch]) -> None:
-    with replaced_file(path) as temporary, pa.ipc.new_file(str(temporary), batches[0].schema) as writer:
+def _write_spill(path: Path, batches: list[pa.RecordBatch]) -> list[int]:
+    """Write each batch as an Arrow stream of its own, end to end; returns where they begin, and the end."""
+    offsets = [0]
+    with replaced_file(path) as temporary, pa.OSFile(str(temporary), "wb") as file:
         for batch in batches:
-            writer.write_batch(batch)
+            with pa.ipc.new_stream(file, batch.schema) as writer:
+                writer.write_batch(batch)
+            offsets.append(file.tell())
+    return offsets
 
 
-def _read_spill(file: str, position: int) -> pa.RecordBatch:
-    return pa.ipc.open_file(pa.memory_map(file)).get_batch(position)
+def _read_spill(plan: Plan, place: Place) -> pa.RecordBatch:
+    unit, part, begin, end = place
+    return pa.ipc.open_stream(bytes_between(plan.spill(unit, part), begin, end)).read_next_batch()
 
 
 def run_sample(plan_path: str, beam_args: list[str]) -> None:
@@ -177,7 +199,7 @@ def run_examples(plan_path: str, beam_args: list[str]) -> None:
             pipeline
             | "Pieces" >> beam.Create(pieces)
             | "Spread" >> beam.Reshuffle()
-            | "Examples" >> beam.ParDo(SpillUnit(plan_path)).with_output_types(Tuple[int, Tuple[str, int]])
+            | "Examples" >> beam.ParDo(SpillUnit(plan_path)).with_output_types(Tuple[int, Tuple[int, int, int, int]])
             | "By shard" >> beam.GroupByKey()
             | "Merge" >> beam.ParDo(MergeShard(plan_path)).with_output_types(int)
         )
@@ -196,15 +218,25 @@ def run_vocabulary(plan_path: str, beam_args: list[str]) -> None:
         raise ConfigError(
             "data.inputs hold no usable text: check paths, kinds, text_field, encoding (UTF-8) and filters"
         )
-    sentences = itertools.chain([first], sentences)
-    write_whole(plan.vocabulary, train_vocabulary(sentences, plan.data, plan.work))
+    sentences = chain([first], sentences)
+    with tempfile.TemporaryDirectory(prefix="albert-") as folder:
+        write_whole(plan.vocabulary, train_vocabulary(sentences, plan.data, Path(folder)))
+        os.chdir("/")
 
 
 STEPS = {"sample": run_sample, "vocabulary": run_vocabulary, "examples": run_examples}
 
 
+def _end_with_driver(driver: int) -> None:
+    """End this process and the workers in its group when `driver` has died: nobody would move their work into place."""
+    while os.getppid() == driver:
+        time.sleep(PARENT_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Entry point of a step's process: `step plan_path [Beam options]`."""
     step, plan_path, *beam_args = sys.argv[1:]
+    threading.Thread(target=_end_with_driver, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.INFO)
     run_command(lambda: STEPS[step](plan_path, beam_args))

@@ -13,10 +13,20 @@ from pathlib import Path
 from configs.schema import Config, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
 from data_prep.examples import shard_count
-from data_prep.files import write_whole
+from data_prep.files import located, opened, write_whole
 from data_prep.shards import FORMAT, SPLITS, VOCABULARY
 from data_prep.vocabulary import Vocabulary
 
+SAMPLES, HEARTBEATS, SPILLS, UNITS, SOURCES, SHARDS, SHARD_REPORTS = FOLDERS = (
+    "samples",
+    "heartbeats",
+    "spills",
+    "units",
+    "sources",
+    "shards",
+    "shard-reports",
+)
+"""What the work folder is parted into; reports lie alone, so that listing them counts them."""
 SENTENCE_BYTES = 400
 """A generous guess at a sentence's share of the input, from which the sampling rate follows."""
 
@@ -25,6 +35,8 @@ def data_settings(data: DataConfig) -> dict:
     """The settings that shape the prepared files: without the place, and without masks that are drawn at load."""
     settings = resolved(data)
     del settings["output"]
+    del settings["cache"]
+    del settings["stall_seconds"]
     del settings["resample_order"]
     if data.masking.mode == "dynamic":
         settings["masking"] = {"mode": "dynamic"}
@@ -49,7 +61,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
-        return pickle.loads(Path(path).read_bytes())
+        with opened(path) as file:
+            return pickle.load(file)
 
     def save(self) -> None:
         write_whole(self.path, pickle.dumps(Plan(self.data, self.seed, self.sources, self.fingerprint)))
@@ -58,9 +71,9 @@ class Plan:
     def units(self) -> list[Unit]:
         return split_units(list(self.sources))
 
-    @property
+    @cached_property
     def output(self) -> Path:
-        return Path(self.data.output)
+        return located(self.data.output)
 
     @property
     def work(self) -> Path:
@@ -81,23 +94,28 @@ class Plan:
         return self.work / VOCABULARY
 
     def sample(self, unit: int) -> Path:
-        return self.work / "samples" / f"{unit:06d}.jsonl"
+        return self.work / SAMPLES / f"{unit:06d}.jsonl"
+
+    def heartbeat(self, unit: int) -> Path:
+        """Rewritten now and then while a unit is worked on: {bytes, examples} so far."""
+        return self.work / HEARTBEATS / f"{unit:06d}.json"
 
     def spill(self, unit: int, part: int) -> Path:
-        return self.work / "units" / f"{unit:06d}-{part:03d}.arrow"
+        return self.work / SPILLS / f"{unit:06d}-{part:03d}.arrow"
 
     def unit_report(self, unit: int) -> Path:
-        """Written when all of a unit's rows are spilled: {counts, spills, bytes}."""
-        return self.work / "units" / f"{unit:06d}.json"
+        """Written when all of a unit's rows are spilled: {counts, examples, spills}."""
+        return self.work / UNITS / f"{unit:06d}.json"
 
     def source_report(self, source: int) -> Path:
-        return self.work / "sources" / f"{source:06d}.json"
+        return self.work / SOURCES / f"{source:06d}.json"
 
     def shard(self, number: int) -> Path:
-        return self.work / "shards" / self.shard_name(number)
+        return self.work / SHARDS / self.shard_name(number)
 
     def shard_report(self, number: int) -> Path:
-        return self.shard(number).with_suffix(".json")
+        """Written when a shard is finished: {rows, tokens, bytes, sha256, duplicate_documents}."""
+        return self.work / SHARD_REPORTS / f"{number:06d}.json"
 
     @cached_property
     def shard_splits(self) -> list[str]:

@@ -9,27 +9,36 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
-from data_prep.files import Lock, locked, sync_folder, write_whole
-from data_prep.plan import Plan
+from data_prep.files import entry_names, is_url, moved, remove_folder, sync_folder, write_whole
+from data_prep.locks import Lock, locked
+from data_prep.plan import FOLDERS, HEARTBEATS, Plan
+from data_prep.progress import Progress
 from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
 from data_prep.vocabulary import Vocabulary
 
 DEFAULT_RUNNER = "FnApiRunner"
 """Named always: without a name Beam first tries to download another one."""
-POLL_SECONDS = 0.2
+DASK_RUNNER = "apache_beam.runners.dask.dask_runner.DaskRunner"
+FULL_NAMES = {"DaskRunner": DASK_RUNNER, "--runner=DaskRunner": f"--runner={DASK_RUNNER}"}
+"""A runner that Beam has but does not know by its short name."""
+WAIT_SECONDS = 0.1
+SECONDS_TO_END = 10
+TAIL_LINES, TAIL_CHARACTERS, REASON_CHARACTERS = 10, 200, 300
+READERS = 16
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b")
 """The line of a traceback that says what was raised."""
 BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
@@ -44,6 +53,7 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
     """Make the data set of `config`, or find it made; raises `ConfigError` where that cannot be done."""
     plan = Plan.make(config)
     if beam_args:
+        beam_args = [FULL_NAMES.get(argument, argument) for argument in beam_args]
         check_beam_options(beam_args)
     finished = _finished(plan)
     if finished is not None:
@@ -57,7 +67,7 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
             _run_steps(plan, beam_args, lock, console)
             manifest = _manifest(plan)
         except ConfigError:
-            shutil.rmtree(plan.work, ignore_errors=True)
+            remove_folder(plan.work)
             raise
         _move_into_place(plan, manifest)
     _print_summary(plan, manifest, console)
@@ -68,30 +78,40 @@ def check_beam_options(arguments: list[str]) -> None:
     """Refuse misspelt Beam options and unknown runners, which Beam itself would pass over or find late."""
     # Beam warns through the root logger of libraries that are not here and of the options refused below.
     logging.getLogger().addHandler(logging.NullHandler())
-    from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+    from apache_beam.options.pipeline_options import StandardOptions
     from apache_beam.runners.runner import create_runner
 
     for position, argument in enumerate(arguments):
         if not argument.startswith("--") and (position == 0 or not arguments[position - 1].startswith("--")):
             raise ConfigError(f"unexpected argument {argument!r}: options start with -- (see --help)")
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            options = PipelineOptions(arguments)
-            known = options.get_all_options()
-            unknown = sorted(set(options.get_all_options(retain_unknown_options=True)) - set(known))
-    except SystemExit:
-        raise ConfigError(f"Beam refuses its options: {said.getvalue().strip().rpartition('error: ')[2]}") from None
+    runner = _beam_options(arguments).view_as(StandardOptions).runner
+    if runner:
+        try:
+            # Some runners bring options of their own.
+            create_runner(runner)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigError(f"--runner={runner} cannot be used: {str(error).splitlines()[0]}") from None
+    options = _beam_options(arguments)
+    known = options.get_all_options()
+    unknown = sorted(set(options.get_all_options(retain_unknown_options=True)) - set(known))
     if unknown:
         close = get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean --{close[0]}?" if close else "see --help and Beam's pipeline options"
         raise ConfigError(f"--{unknown[0]} is neither an option of data_prep nor of Beam: {hint}")
-    runner = options.view_as(StandardOptions).runner
-    if runner:
-        try:
-            create_runner(runner)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ConfigError(f"--runner={runner} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _beam_options(arguments: list[str]):
+    """Beam's options of `arguments`; raises `ConfigError` with what its parser says of them."""
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            options = PipelineOptions(arguments)
+            options.get_all_options()
+            return options
+    except SystemExit:
+        raise ConfigError(f"Beam refuses its options: {said.getvalue().strip().rpartition('error: ')[2]}") from None
 
 
 def _finished(plan: Plan) -> Dataset | None:
@@ -100,8 +120,9 @@ def _finished(plan: Plan) -> Dataset | None:
         if manifest is None or manifest.get("fingerprint") != plan.fingerprint:
             return None
         dataset = Dataset.open(plan.output)
-        # What was altered since is made again, which is the remedy that a refusal names.
-        dataset.verify()
+        # What was altered since is made again, which is the remedy that a refusal names. A store keeps what it has.
+        if not is_url(plan.output):
+            dataset.verify()
         return dataset
     except ConfigError:
         return None
@@ -119,79 +140,98 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _start_work(plan: Plan) -> None:
     """Make the work folder, and remove those of other plans: one of them may hold pieces of this one."""
-    for folder in plan.output.glob(".work-*"):
-        if folder != plan.work:
-            shutil.rmtree(folder)
-    for name in ("samples", "units", "sources", "shards"):
-        (plan.work / name).mkdir(parents=True, exist_ok=True)
+    for name in entry_names(plan.output):
+        if name.startswith(".work-") and name != plan.work.name:
+            remove_folder(plan.output / name)
+    remove_folder(plan.work / HEARTBEATS)
+    if not is_url(plan.work):
+        for name in FOLDERS:
+            (plan.work / name).mkdir(parents=True, exist_ok=True)
     plan.failure.unlink(missing_ok=True)
     plan.save()
 
 
 def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
-    units = range(len(plan.units))
     if plan.data.vocab.model:
-        write_whole(plan.vocabulary, Path(plan.data.vocab.model).read_bytes())
+        write_whole(plan.vocabulary, Vocabulary.load(plan.data.vocab.model).model)
     if not plan.vocabulary.exists():
-        samples = {plan.sample(unit): plan.units[unit].bytes for unit in units}
-        _run_step("sample", "sampling text", plan, beam_args, samples, lock, console)
-        _run_step("vocabulary", "training vocabulary", plan, [], {plan.vocabulary: 1}, lock, console)
-    reports = {plan.unit_report(unit): plan.units[unit].bytes for unit in units}
-    _run_step("examples", "making examples", plan, beam_args, reports, lock, console)
+        _run_step("sample", "sampling text", plan, beam_args, lock, console)
+        _run_step("vocabulary", "training vocabulary", plan, [], lock, console)
+    _run_step("examples", "making examples", plan, beam_args, lock, console)
 
 
-def _run_step(
-    step: str, title: str, plan: Plan, beam_args: list[str], outputs: dict[Path, int], lock: Lock, console: Console
-) -> None:
-    """Run one step in a process of its own; `outputs` are the files whose appearance shows progress, with weights."""
-    log = plan.work / f"{step}.log"
+def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
+    """Run one step in a process of its own, with its progress shown; ends it where it stands still."""
     command = [sys.executable, "-c", "from data_prep.job import main; main()", step, str(plan.path), *beam_args]
-    total = max(1, sum(outputs.values()))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
-    begin = time.monotonic()
-    with open(log, "wb") as log_file, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total, rate="")
-        process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=[lock.descriptor])
+    log = _log_of(plan, step)
+    stuck = False
+    with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
+        process = subprocess.Popen(
+            command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
+        )
         lock.name_holder(process.pid)
-        waiting = dict(outputs)
         try:
+            looked = 0.0
             while process.poll() is None:
-                for path in [path for path in waiting if path.exists()]:
-                    progress.advance(task, waiting.pop(path))
-                done = total - sum(waiting.values())
-                if step != "vocabulary":
-                    progress.update(task, rate=f"{done / (time.monotonic() - begin + 1e-9) / 1e6:.1f} MB/s")
-                time.sleep(POLL_SECONDS)
+                if time.monotonic() - looked >= progress.seconds_between_looks:
+                    progress.look()
+                    looked = time.monotonic()
+                stuck = 0 < plan.data.stall_seconds < progress.idle_seconds
+                if stuck:
+                    break
+                time.sleep(WAIT_SECONDS)
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            _end(process)
             lock.name_holder(os.getpid())
-        if process.returncode == 0:
-            progress.update(task, completed=total)
+    if stuck:
+        console.print(f"the end of {log}:\n{_tail(log)}", markup=False, highlight=False, soft_wrap=True)
+        raise StepFailedError(
+            f"step {step!r} got nothing done for {plan.data.stall_seconds} s (data.stall_seconds) and was ended; "
+            "the same command goes on from here"
+        )
     if process.returncode:
         _raise_failure(plan, step, log, process.returncode)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the step's process, and the workers that it started."""
+    for number, seconds in ((signal.SIGTERM, SECONDS_TO_END), (signal.SIGKILL, None)):
+        if process.poll() is None or number == signal.SIGKILL:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
+
+def _log_of(plan: Plan, step: str) -> Path:
+    """Where a step's messages go: the work folder, or for one behind a URL this machine's folder for logs."""
+    if not is_url(plan.work):
+        return plan.work / f"{step}.log"
+    folder = Path(tempfile.gettempdir(), f"albert-data-prep-{plan.fingerprint[:16]}")
+    folder.mkdir(exist_ok=True)
+    return folder / f"{step}.log"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(f"  {line[:TAIL_CHARACTERS]}" for line in lines)
 
 
 def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
     lines = log.read_text(errors="replace").splitlines()
     if plan.failure.exists():
-        raise ConfigError(plan.failure.read_text())
+        failure = plan.failure.read_text()
+        if is_url(failure.split(" ")[0]):
+            # What a network withheld may come at the next try.
+            raise StepFailedError(f"{failure}; the same command goes on from here")
+        raise ConfigError(failure)
     if lines and lines[-1].startswith("error: "):
         raise ConfigError(lines[-1].removeprefix("error: "))
     raised = [line for line in lines if RAISED.match(line)]
     reason = raised[-1] if raised else f"exit code {code}"
-    raise StepFailedError(f"step {step!r} failed: {reason}; its log is {log}; the same command goes on from here")
+    raise StepFailedError(
+        f"step {step!r} failed: {reason[:REASON_CHARACTERS]}; its log is {log}; the same command goes on from here"
+    )
 
 
 class StepFailedError(RuntimeError):
@@ -201,21 +241,22 @@ class StepFailedError(RuntimeError):
 def _manifest(plan: Plan) -> dict:
     """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone."""
     counts = Counts()
-    for unit in range(len(plan.units)):
-        report = json.loads(plan.unit_report(unit).read_text())["counts"]
-        counts.add(Counts(**{**report, "dropped": Counter(report["dropped"])}))
+    for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
+        counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
+    digests = [report["sha256"] for report in _reports(plan.source_report(n) for n in range(len(plan.sources)))]
     shards, duplicates = [], 0
-    for number, split in enumerate(plan.shard_splits):
-        report = json.loads(plan.shard_report(number).read_text())
+    numbers = range(len(plan.shard_splits))
+    for number, report in zip(numbers, _reports(map(plan.shard_report, numbers)), strict=True):
         duplicates += report.pop("duplicate_documents")
-        shards.append({"file": plan.shard_name(number), "split": split, **report})
+        shards.append({"file": plan.shard_name(number), "split": plan.shard_splits[number], **report})
     if duplicates:
         counts.used -= duplicates
         counts.dropped["duplicate"] = duplicates
     _check_counts(plan, counts)
     vocabulary = Vocabulary.load(plan.vocabulary)
     config = resolved(plan.data)
-    del config["output"]
+    for place in ("output", "cache", "stall_seconds"):
+        del config[place]
     return {
         "format": FORMAT,
         "fingerprint": plan.fingerprint,
@@ -229,12 +270,8 @@ def _manifest(plan: Plan) -> dict:
             "tokens_per_word": round(counts.corpus_tokens / max(1, counts.words), 6),
         },
         "inputs": [
-            {
-                "path": source.path,
-                "bytes": source.bytes,
-                "sha256": json.loads(plan.source_report(number).read_text())["sha256"],
-            }
-            for number, source in enumerate(plan.sources)
+            {"path": source.path, "bytes": source.bytes, "sha256": digest}
+            for source, digest in zip(plan.sources, digests, strict=True)
         ],
         "shards": shards,
         "documents": {
@@ -247,6 +284,12 @@ def _manifest(plan: Plan) -> dict:
         "tokens": sum(shard["tokens"] for shard in shards),
         "corpus": {"words": counts.words, "tokens": counts.corpus_tokens, "truncated_tokens": counts.truncated_tokens},
     }
+
+
+def _reports(paths: Iterable[Path]) -> Iterator[dict]:
+    """The reports at `paths`, in their order, many at a time: a store may take a while for each."""
+    with ThreadPoolExecutor(READERS) as pool:
+        yield from pool.map(lambda path: json.loads(path.read_text()), paths)
 
 
 def _check_counts(plan: Plan, counts: Counts) -> None:
@@ -270,16 +313,19 @@ def _move_into_place(plan: Plan, manifest: dict) -> None:
     output = plan.output
     (output / MANIFEST).unlink(missing_ok=True)
     sync_folder(output)
-    for stale in output.glob("*.arrow"):
-        stale.unlink()
+    for name in entry_names(output):
+        if name.endswith((".arrow", ".tmp")):
+            (output / name).unlink()
     vocabulary = Vocabulary.load(plan.vocabulary)
-    os.replace(plan.vocabulary, output / VOCABULARY)
+    moved(plan.vocabulary, output / VOCABULARY)
     write_whole(output / "spiece.vocab", vocabulary.listing())
     for number in range(len(plan.shard_splits)):
-        os.replace(plan.shard(number), output / plan.shard_name(number))
+        moved(plan.shard(number), output / plan.shard_name(number))
     sync_folder(output)
     write_whole(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    shutil.rmtree(plan.work)
+    remove_folder(plan.work)
+    if is_url(output):
+        shutil.rmtree(_log_of(plan, "examples").parent, ignore_errors=True)
 
 
 def _print_summary(plan: Plan, manifest: dict, console: Console) -> None:

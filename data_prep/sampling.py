@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs.schema import DataConfig
 from data_prep.corpus import Document
+from data_prep.files import located
 from data_prep.randomness import digest64
 from data_prep.text import filter_reason, sentences_of
 
@@ -44,7 +45,7 @@ def merged_sample(paths: Iterable[Path], sample_sentences: int) -> Iterator[str]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    with open(path, encoding="utf-8", errors="surrogatepass") as file:
+    with located(path).open(encoding="utf-8", errors="surrogatepass") as file:
         for line in file:
             key, sentences = json.loads(line)
             yield key, sentences

@@ -4,9 +4,11 @@ A shard is an uncompressed Arrow IPC file, read through a memory map: opening co
 random. `manifest.json` is written last; a folder without it, or whose files differ from it, is not a data set.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +18,18 @@ import numpy as np
 import pyarrow as pa
 
 from configs.schema import ConfigError, fingerprint
-from data_prep.files import replaced_file, sha256_of
+from data_prep.files import (
+    COPY_BYTES,
+    file_sizes,
+    is_url,
+    located,
+    one_line,
+    opened,
+    replaced_file,
+    sha256_of,
+    write_whole,
+)
+from data_prep.locks import locked
 
 FORMAT = 1
 """Raised when shards made by older code must be made again."""
@@ -24,6 +37,7 @@ MANIFEST = "manifest.json"
 VOCABULARY = "spiece.model"
 SPLITS = ("train", "validation")
 ROWS_PER_BATCH = 16384
+COPIERS = 4
 
 
 def shard_schema(vocabulary_size: int, static_masks: bool) -> pa.Schema:
@@ -47,11 +61,13 @@ def shard_schema(vocabulary_size: int, static_masks: bool) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
-def write_shard(path: Path, table: pa.Table) -> None:
-    """Write `table` as one shard, whole or not at all, the same bytes for the same rows."""
-    with replaced_file(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
-        for batch in table.combine_chunks().to_batches(max_chunksize=ROWS_PER_BATCH):
-            writer.write_batch(batch)
+def write_shard(path: Path, table: pa.Table) -> dict:
+    """Write `table` as one shard, whole or not at all, the same bytes for the same rows; returns {bytes, sha256}."""
+    with replaced_file(path) as temporary:
+        with pa.ipc.new_file(str(temporary), table.schema) as writer:
+            for batch in table.combine_chunks().to_batches(max_chunksize=ROWS_PER_BATCH):
+                writer.write_batch(batch)
+        return {"bytes": temporary.stat().st_size, "sha256": sha256_of(temporary)}
 
 
 @dataclass(frozen=True)
@@ -162,14 +178,16 @@ class Split:
 class Dataset:
     """A finished data folder: its manifest, vocabulary path and splits."""
 
-    def __init__(self, folder: Path, manifest: dict):
+    def __init__(self, folder: Path, manifest: dict, origin: str | None = None):
+        """`origin` is the folder or URL of which `folder` is a copy, if it is one."""
         self.folder = folder
         self.manifest = manifest
+        self.origin = origin or str(folder)
 
     @classmethod
     def open(cls, folder: str | os.PathLike) -> "Dataset":
         """Read the manifest and check the presence and size of every file it names; raises `ConfigError`."""
-        folder = Path(folder)
+        folder = located(folder)
         manifest = read_manifest(folder)
         if manifest is None:
             raise ConfigError(f"no prepared data in {folder} ({MANIFEST} is missing): run python -m data_prep first")
@@ -181,9 +199,10 @@ class Dataset:
             raise ConfigError(
                 f"{folder / MANIFEST} lacks what a manifest holds: prepare the data again (python -m data_prep)"
             )
+        sizes = file_sizes(folder)
         for entry in _files(manifest):
             path = folder / entry["file"]
-            size = path.stat().st_size if path.is_file() else None
+            size = sizes.get(entry["file"])
             if size != entry["bytes"]:
                 state = "is missing" if size is None else f"has {size} bytes"
                 raise ConfigError(
@@ -203,6 +222,39 @@ class Dataset:
                         "prepare the data again (python -m data_prep)"
                     )
 
+    def at_hand(self, cache: str, tell: Callable[[str], None], check: bool = True) -> "Dataset":
+        """This data set in a folder of this machine: itself, or if it lies behind a URL its copy under `cache`.
+
+        Every file is digested as it arrives; with `check` also what an earlier copy left. Processes of one machine
+        wait for the one that copies. `tell` is told, before anything is copied, what takes how much room.
+        """
+        if not is_url(self.folder):
+            return self
+        folder = Path(cache, self.digest)
+        with locked(folder):
+            if not (folder / MANIFEST).exists() or check:
+                self._copy_missing(folder, tell)
+                write_whole(folder / MANIFEST, json.dumps(self.manifest))
+        return Dataset(folder, self.manifest, self.origin)
+
+    def _copy_missing(self, folder: Path, tell: Callable[[str], None]) -> None:
+        entries = list(_files(self.manifest))
+        with ThreadPoolExecutor(COPIERS) as pool:
+            whole = pool.map(lambda entry: _is_whole(folder / entry["file"], entry), entries)
+            missing = [entry for entry, is_whole in zip(entries, whole, strict=True) if not is_whole]
+            size = sum(entry["bytes"] for entry in missing)
+            if not missing:
+                return
+            tell(f"data: copying {self.folder} to {folder} ({size / 1e6:,.1f} MB; every node keeps a copy)")
+            free = shutil.disk_usage(folder).free
+            if size > free:
+                raise ConfigError(
+                    f"{folder} has room for {free / 1e6:,.1f} MB, the data set takes {size / 1e6:,.1f} MB: "
+                    "name another data.cache"
+                )
+            for _ in pool.map(lambda entry: _copy(self.folder, folder, entry), missing):
+                pass
+
     @property
     def digest(self) -> str:
         """The manifest's own digest: it names this data set."""
@@ -219,6 +271,28 @@ class Dataset:
     def split(self, name: str) -> Split:
         shards = [entry["file"] for entry in self.manifest["shards"] if entry["split"] == name]
         return Split([self.folder / file for file in shards])
+
+
+def _is_whole(path: Path, entry: dict) -> bool:
+    return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["sha256"]
+
+
+def _copy(origin: Path, folder: Path, entry: dict) -> None:
+    """Copy the file of a manifest's `entry`; raises `ConfigError` if what arrives is not what the manifest says."""
+    source, target = origin / entry["file"], folder / entry["file"]
+    try:
+        with replaced_file(target) as temporary, opened(source) as reader, open(temporary, "wb") as writer:
+            digest = hashlib.sha256()
+            while block := reader.read(COPY_BYTES):
+                digest.update(block)
+                writer.write(block)
+            if digest.hexdigest() != entry["sha256"]:
+                raise ConfigError(
+                    f"{source} was altered (its sha256 is not the manifest's): prepare the data again "
+                    "(python -m data_prep)"
+                )
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be copied to {folder}: {one_line(error)}") from None
 
 
 def read_manifest(folder: Path) -> dict | None:

@@ -18,6 +18,7 @@ import numpy as np
 import sentencepiece
 
 from configs.schema import ConfigError, DataConfig
+from data_prep.files import opened
 from data_prep.text import WORD_SEPARATOR, normalization_rules, sentences_of
 
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -123,9 +124,10 @@ class Vocabulary:
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Vocabulary":
         try:
-            return cls(Path(path).read_bytes(), source=str(path))
+            with opened(path) as file:
+                return cls(file.read(), source=str(path))
         except OSError as error:
-            raise ConfigError(f"vocabulary {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"vocabulary {path} cannot be read: {error.strerror or error}") from None
 
     @cached_property
     def digest(self) -> str:

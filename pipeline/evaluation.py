@@ -32,6 +32,7 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     if dataset.manifest["vocabulary"]["digest"] != checkpoint.state["data"]["vocabulary"]:
         raise ConfigError(f"{dataset.folder} has another vocabulary than {checkpoint.path} was trained with")
     check_data(config, dataset)
+    dataset = dataset.at_hand(config.data.cache, console.print)
     vocabulary = Vocabulary.load(dataset.vocabulary_path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     objective = config.data.sentence_objective
@@ -55,7 +56,7 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     return {
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
-        "data": str(dataset.folder),
+        "data": dataset.origin,
         "examples": sums.examples,
         "masked_tokens": sums.masked,
         **{name.removeprefix("validation/"): value for name, value in metrics.items()},

@@ -1,13 +1,14 @@
 """What a prepared data set holds: counts, distributions, and a few examples to read."""
 
-from pathlib import Path
+import sys
+from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configs.schema import DataConfig, TrainingConfig
+from configs.schema import CACHE, DataConfig, TrainingConfig, absolute_path
 from data_prep.shards import Dataset, Split
 from data_prep.vocabulary import SEP, Vocabulary
 from training.batches import Batches, RankBatch, deal, global_batch, padded_length
@@ -29,7 +30,7 @@ def dataset_summary(dataset: Dataset, training: TrainingConfig | None = None) ->
     counts, edges = np.histogram(lengths, bins=HISTOGRAM_BINS, range=(0, data["max_length"]))
     training = training or TrainingConfig(output="")
     return {
-        "folder": str(dataset.folder),
+        "folder": dataset.origin,
         "digest": dataset.digest,
         "documents": {key: manifest["documents"][key] for key in ("read", "used", "dropped")},
         "examples": {split: _sum(manifest, split, "rows") for split in ("train", "validation")},
@@ -141,7 +142,8 @@ def _padding_fraction(lengths: np.ndarray, training: TrainingConfig) -> float:
 
 def open_dataset(folder: str, verify: bool) -> Dataset:
     """The data set in `folder`, every file digested if `verify`; raises `ConfigError`."""
-    dataset = Dataset.open(Path(folder))
-    if verify:
+    dataset = Dataset.open(folder)
+    copy = dataset.at_hand(absolute_path(CACHE), partial(print, file=sys.stderr), check=verify)
+    if verify and copy is dataset:
         dataset.verify()
-    return dataset
+    return copy

@@ -21,7 +21,7 @@ def log_data_run(config: Config, dataset: Dataset, console: Console) -> None:
     commit = git_commit()
     tags = {
         "kind": "data preparation",
-        DATA_FOLDER: str(dataset.folder),
+        DATA_FOLDER: dataset.origin,
         DATA_DIGEST: dataset.digest,
         **({GIT_COMMIT: commit} if commit else {}),
     }
@@ -32,7 +32,7 @@ def log_data_run(config: Config, dataset: Dataset, console: Console) -> None:
         try:
             run = Run(dataset.folder, config, f"{config.name} data", params, tags)
             run.send([{"step": 0, "time": time.time(), **_measures(manifest)}])
-            run.client.log_artifact(run.id, str(manifest_file))
+            run.client.log_text(run.id, manifest_file.read_text(), MANIFEST)
             run.client.set_terminated(run.id)
             problem.clear()
         except Exception as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.schema import Config, ConfigError
-from data_prep.files import lock_holder
+from data_prep.locks import lock_holder
 from data_prep.prepare import finished_dataset
 from data_prep.shards import Dataset
 from pipeline.lineage import log_data_run
@@ -28,7 +28,7 @@ def run_pipeline(config: Config, config_path: str, overrides: list[str], extend:
     if hostfile is not None and not Path(hostfile).is_file():
         raise ConfigError(f"hostfile {hostfile} not found")
     check_former_config(config, extend)
-    for folder in (Path(config.data.output), Path(config.training.output)):
+    for folder in (config.data.output, config.training.output):
         holder = lock_holder(folder)
         if holder is not None:
             raise ConfigError(
@@ -102,7 +102,7 @@ def _run_step(name: str, command: list[str], output: str, console: Console) -> f
     former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = process.wait()
-        _wait_for_writers(Path(output))
+        _wait_for_writers(output)
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
@@ -113,7 +113,7 @@ def _run_step(name: str, command: list[str], output: str, console: Console) -> f
     return time.monotonic() - begin
 
 
-def _wait_for_writers(folder: Path) -> None:
+def _wait_for_writers(folder: str) -> None:
     """The launcher may end before the processes that it started."""
     deadline = time.monotonic() + SECONDS_TO_SAVE
     while lock_holder(folder) is not None and time.monotonic() < deadline:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def main(
 
 def pretrain(config: Config, extend: bool = False) -> None:
     """Train from the newest checkpoint of `training.output`, or from the start; raises `ConfigError`."""
-    from data_prep.files import locked
+    from data_prep.locks import locked
     from data_prep.shards import Dataset
     from training.run_folder import RunFolder, check_data
 
@@ -59,11 +60,13 @@ def pretrain(config: Config, extend: bool = False) -> None:
             if is_rank_0:
                 print(f"training: {folder.path} is complete at step {folder.checkpoint.step:,}; nothing to do")
             return
-        if is_rank_0:
+        is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        copy = dataset.at_hand(config.data.cache, partial(print, flush=True), check=is_first_of_node)
+        if copy is dataset and is_rank_0:
             dataset.verify()
         from training.process import run_process
 
-        run_process(config, dataset, folder)
+        run_process(config, copy, folder)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import Config, ConfigError, flat, resolved
-from data_prep.files import write_whole
+from data_prep.files import located, write_whole
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
 from training.batches import Batches
@@ -115,11 +115,11 @@ def _start_recording(
     folder.write_config(config)
     write_whole(folder.path / DEEPSPEED_CONFIG, json.dumps(deepspeed_config(config.training), indent=1) + "\n")
     commit = git_commit()
-    data_run = dataset.folder / RUN_ID
+    data_run = located(dataset.origin) / RUN_ID
     tags = {
         "kind": "pretraining",
         "run.folder": str(folder.path),
-        DATA_FOLDER: str(dataset.folder),
+        DATA_FOLDER: dataset.origin,
         DATA_DIGEST: dataset.digest,
         **({DATA_RUN: data_run.read_text().strip()} if data_run.exists() else {}),
         **({GIT_COMMIT: commit} if commit else {}),
@@ -133,7 +133,7 @@ def _start_recording(
             "tokens": progress.tokens,
             "config": resolved(config),
             "data": {
-                "folder": str(dataset.folder),
+                "folder": dataset.origin,
                 "digest": dataset.digest,
                 "vocabulary": dataset.manifest["vocabulary"]["digest"],
                 "inputs": dataset.manifest["inputs"],
@@ -174,6 +174,6 @@ def _print_start(config: Config, dataset: Dataset, folder: RunFolder, engine: En
     print(
         f"training: {config.name}, {engine.parameter_count():,} parameters, {world_size} processes on "
         f"{engine.device.type}, ZeRO stage {config.training.zero_stage}, {config.training.precision}; "
-        f"{config.training.steps:,} steps of {config.training.global_batch_size:,} examples from {dataset.folder}",
+        f"{config.training.steps:,} steps of {config.training.global_batch_size:,} examples from {dataset.origin}",
         flush=True,
     )

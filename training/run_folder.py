@@ -17,6 +17,8 @@ CHECKPOINTS = "checkpoints"
 CURVE_KEEPS = (
     "name",
     "data.output",
+    "data.cache",
+    "data.stall_seconds",
     "data.inputs",
     "data.max_bad_fraction",
     "training.output",

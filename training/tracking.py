@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.schema import Config
-from data_prep.files import write_whole
+from data_prep.files import is_url, write_whole
 
 METRICS = "metrics.jsonl"
 RUN_ID = "mlflow_run_id"
@@ -164,7 +164,7 @@ class Run:
     def _log_dataset(self, digest: str, folder: str) -> None:
         from mlflow.entities import Dataset, DatasetInput
 
-        source = json.dumps({"uri": Path(folder).as_uri()})
+        source = json.dumps({"uri": folder if is_url(folder) else Path(folder).as_uri()})
         dataset = Dataset(Path(folder).name, digest[:DATASET_DIGEST_CHARACTERS], "local", source)
         self.client.log_inputs(self.id, datasets=[DatasetInput(dataset)])
 

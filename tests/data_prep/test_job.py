@@ -17,7 +17,7 @@ import pytest
 from configs.schema import load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
-from data_prep.files import locked
+from data_prep.locks import locked
 from data_prep.prepare import finished_dataset
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset

@@ -153,7 +153,7 @@ def test_a_second_start_while_the_first_runs_is_refused(finished):
         [
             sys.executable,
             "-c",
-            f"from data_prep.files import locked; from pathlib import Path\n"
+            f"from data_prep.locks import locked; from pathlib import Path\n"
             f"with locked(Path('{folder}/run')): print('held', flush=True); input()",
         ],
         cwd=ROOT,
