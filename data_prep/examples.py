@@ -22,8 +22,9 @@ from data_prep.vocabulary import CLS, SEP, UNK, Vocabulary
 
 RANDOM_B = 1
 """NSP's label for a B from another document."""
-ROW_BYTES = 1000
-"""About what Python takes for a buffered row beside its tokens."""
+ROW_TOKENS = 16
+"""What a row holds in memory besides its ids, in the space of so many of them."""
+ROWS_AT_ONCE = 4096
 BAD_SAMPLES = 5
 BAD_SAMPLE_CHARACTERS = 80
 
@@ -54,7 +55,11 @@ def shard_count(data: DataConfig) -> tuple[int, int]:
 
 
 class ExampleMaker:
-    """Turns documents into rows, kept by shard until `take_rows`; shards are numbered train first, then validation."""
+    """Turns documents into rows, kept until `take_rows`; shards are numbered train first, then validation.
+
+    `tokens` is the memory that the kept rows hold, in the space of so many ids: call `take_rows` when it is large.
+    `examples` counts all rows made so far.
+    """
 
     def __init__(self, vocabulary: Vocabulary, data: DataConfig, seed: int):
         self._vocabulary = vocabulary
@@ -68,15 +73,11 @@ class ExampleMaker:
         self._start_rows()
 
     def _start_rows(self) -> None:
+        self._cuts: list[tuple[np.ndarray, Cut, int]] = []
+        self._rows_to_come = 0
         self._ids: list[np.ndarray] = []
-        self._lengths: list[int] = []
-        self._scalars: list[tuple[int, int, int, int]] = []
-        self._tokens = 0
-
-    @property
-    def buffered_bytes(self) -> int:
-        """About how much memory the rows take that `take_rows` would return."""
-        return self._tokens * self._vocabulary.id_dtype().itemsize + len(self._lengths) * ROW_BYTES
+        self._rows: list[tuple[np.ndarray, ...]] = []
+        self.tokens = 0
 
     def add(self, document: Document) -> None:
         """Make the examples of `document`, or count why there are none."""
@@ -100,19 +101,9 @@ class ExampleMaker:
             return "empty"
         identity = digest64(normalized) if data.deduplicate else digest64(normalized, document.place)
         cut = self._cut(ids, ends, digest64(self._seed, "pairs", identity))
-        if not cut.pairs:
+        if not len(cut.labels):
             return "single_word"
-        for chunk, (a, b, label) in enumerate(cut.pairs):
-            parts = [[CLS], ids[a[0] : a[1]], [SEP]]
-            if b[1] > b[0]:
-                parts += [ids[b[0] : b[1]], [SEP]]
-            self._ids += [np.asarray(part, dtype=ids.dtype) for part in parts]
-            length = sum(len(part) for part in parts)
-            b_start = 2 + a[1] - a[0] if b[1] > b[0] else length
-            self._lengths.append(length)
-            self._scalars.append((b_start, label, identity, chunk))
-            self._tokens += length
-            self.examples += 1
+        self._keep(ids, cut, identity)
         counts = self.counts
         counts.words += normalized.count(" ") + 1
         counts.corpus_tokens += len(ids)
@@ -128,19 +119,58 @@ class ExampleMaker:
         swap = data.sentence_objective == "sop"
         return sentence_pairs(ends, word_begins, key, data.max_length - 3, data.short_probability, swap)
 
+    def _keep(self, ids: np.ndarray, cut: Cut, identity: int) -> None:
+        """Keep what `take_rows` needs of a document; rows are laid out for many documents at once."""
+        self._cuts.append((ids, cut, identity))
+        rows = len(cut.labels)
+        self._rows_to_come += rows
+        self.examples += rows
+        self.tokens += len(ids) + rows * ROW_TOKENS
+        if self._rows_to_come >= ROWS_AT_ONCE:
+            self._lay_out_rows()
+
+    def _lay_out_rows(self) -> None:
+        """Turn the documents kept into rows: `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` where B is empty."""
+        if not self._cuts:
+            return
+        ids, cuts, identities = zip(*self._cuts, strict=True)
+        self._cuts, self._rows_to_come = [], 0
+        counts = [len(cut.labels) for cut in cuts]
+        sizes = np.array([len(part) for part in ids])
+        cls, sep = sizes.sum(), sizes.sum() + 1
+        source = np.concatenate((*ids, np.array([CLS, SEP], dtype=ids[0].dtype)))
+        ranges = np.concatenate([cut.ranges for cut in cuts])
+        ranges += np.repeat(np.cumsum(sizes) - sizes, counts)[:, None]
+        begins, sizes = ranges[:, ::2], np.diff(ranges)[:, ::2]
+        has_b = sizes[:, 1] > 0
+        lengths = sizes.sum(axis=1) + 2 + has_b
+        parts = np.insert(begins, [0, 1, 2], [cls, sep, sep], axis=1)
+        part_sizes = np.insert(sizes, [0, 1, 2], 1, axis=1)
+        part_sizes[:, 4] = has_b
+        for first in range(0, len(lengths), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            self._ids.append(source[_concatenated_ranges(parts[some].ravel(), part_sizes[some].ravel())])
+        columns = (
+            lengths.astype(np.int32),
+            np.where(has_b, 2 + sizes[:, 0], lengths).astype(np.uint16),
+            np.concatenate([cut.labels for cut in cuts]),
+            np.repeat(np.array(identities, dtype=np.uint64), counts),
+            np.concatenate([np.arange(count, dtype=np.uint32) for count in counts]),
+        )
+        self._rows.append(columns)
+
     def take_rows(self) -> dict[int, pa.RecordBatch]:
         """The rows made so far by shard number, in the shards' schema; starts anew."""
-        if not self._lengths:
+        self._lay_out_rows()
+        if not self._rows:
             return {}
-        offsets = np.concatenate(([0], np.cumsum(self._lengths))).astype(np.int32)
+        lengths, starts, labels, documents, chunks = map(np.concatenate, zip(*self._rows, strict=True))
         values = np.concatenate(self._ids)
-        starts, labels, documents, chunks = zip(*self._scalars, strict=True)
-        documents = np.array(documents, dtype=np.uint64)
-        chunks = np.array(chunks, dtype=np.uint32)
+        self._start_rows()
         columns = [
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=self._schema.field(0).type),
-            pa.array(starts, pa.uint16()),
-            pa.array(labels, pa.int8()),
+            _flat_lists(values, lengths, self._schema.field(0).type),
+            pa.array(starts),
+            pa.array(labels),
             pa.array(documents),
             pa.array(chunks),
         ]
@@ -148,12 +178,10 @@ class ExampleMaker:
         shards = self._shards_of(documents, chunks)
         order = np.argsort(shards, kind="stable")
         found, firsts = np.unique(shards[order], return_index=True)
-        rows = {
+        return {
             int(shard): batch.take(pa.array(places))
             for shard, places in zip(found, np.split(order, firsts[1:]), strict=True)
         }
-        self._start_rows()
-        return rows
 
     def _shards_of(self, documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:
         places = _places(documents, chunks)
@@ -191,6 +219,11 @@ def finish_shard(batches: list[pa.RecordBatch], vocabulary: Vocabulary, data: Da
 def _places(documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:
     """uint64: where among all examples one stands, a hash of (document, chunk)."""
     return draws(draws(documents, 1), chunks)
+
+
+def _concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64: begin, begin + 1, … for each of `begins`, as many as its size, one range after the other."""
+    return np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
 
 
 def _ragged(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -36,8 +36,8 @@ from data_prep.sampling import merged_sample, sampled_documents
 from data_prep.shards import write_shard
 from data_prep.vocabulary import Vocabulary, train_vocabulary
 
-SPILL_BYTES = 64 * 2**20
-"""Rows are spilled when they take this much within a unit, which bounds a worker's memory."""
+SPILL_TOKENS = 16 * 2**20
+"""Rows are spilled at least this often within a unit, which bounds a worker's memory."""
 
 HEARTBEAT_SECONDS = 5.0
 REMOTE_HEARTBEAT_SECONDS = 30.0
@@ -129,7 +129,7 @@ def spill_unit(plan: Plan, unit: int) -> dict:
 
     for document in documents_of(plan, unit, lambda: maker.examples):
         maker.add(document)
-        if maker.buffered_bytes >= SPILL_BYTES:
+        if maker.tokens >= SPILL_TOKENS:
             spill()
     spill()
     return {"counts": vars(maker.counts), "examples": maker.examples, "spills": spills}

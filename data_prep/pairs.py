@@ -5,6 +5,8 @@ key stands for (seed, document). Lengths and the truncation rule are the referen
 `create_pretraining_data` of google-research/albert); departures from it are said where they happen.
 """
 
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +25,22 @@ class Pair(NamedTuple):
     label: int
 
 
-class Cut(NamedTuple):
-    """What became of a document: its pairs, in order, and the tokens that truncation cut off."""
+@dataclass(frozen=True)
+class Cut:
+    """What became of a document: its examples, in order, and the tokens that truncation cut off.
 
-    pairs: list[Pair]
+    `ranges`: int64 [examples, 4], the token ranges as a `Pair` has them: begin and end of A, begin and end of B.
+    `labels`: int8 [examples].
+    """
+
+    ranges: np.ndarray
+    labels: np.ndarray
     truncated_tokens: int
+
+    @property
+    def pairs(self) -> list[Pair]:
+        rows = zip(self.ranges.tolist(), self.labels.tolist(), strict=True)
+        return [Pair((row[0], row[1]), (row[2], row[3]), label) for row, label in rows]
 
 
 # Numbers of the draws under a chunk's key.
@@ -70,30 +83,25 @@ def sentence_pairs(
     if len(borders) == 2:
         inner = word_begins[(word_begins > 0) & (word_begins < total)]
         if not len(inner):
-            return Cut([], 0)
+            return Cut(np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int8), 0)
         middle = inner[int(draws(key, _SPLIT)[0] % np.uint64(len(inner)))]
         borders = np.array([0, middle, total])
     count = len(borders) - 1
-    chunks = _chunks(borders, target_lengths(key, count, room, short_probability))
+    first, last = _chunks(borders, target_lengths(key, count, room, short_probability))
     if backwards:
         borders = total - borders[::-1]
-        chunks = [(count - last, count - first) for first, last in reversed(chunks)]
-    counters = np.arange(len(chunks)) * _DRAWS
+        first, last = count - last[::-1], count - first[::-1]
+    counters = np.arange(len(first)) * _DRAWS
     splits = uniforms(key, counters + _SPLIT)
-    swaps = (uniforms(key, counters + _SWAP) < 0.5) & swap
-    pairs, truncated = [], 0
-    for chunk, (first, last) in enumerate(chunks):
-        middle = first + 1 + int(splits[chunk] * (last - first - 1))
-        begin, border, end = int(borders[first]), int(borders[middle]), int(borders[last])
-        a, b = (begin, border), (border, end)
-        label = SWAPPED if swaps[chunk] else IN_ORDER
-        if label == SWAPPED:
-            a, b = b, a
-        if end - begin > room:
-            truncated += end - begin - room
-            a, b = _truncated(a, b, room, int(draws(key, chunk * _DRAWS + _TRUNCATE)[0]))
-        pairs.append(Pair(a, b, label))
-    return Cut(pairs, truncated)
+    swapped = (uniforms(key, counters + _SWAP) < 0.5) & swap
+    middle = first + 1 + (splits * (last - first - 1)).astype(np.int64)
+    in_order = borders[np.column_stack((first, middle, middle, last))]
+    ranges = np.where(swapped[:, None], in_order[:, [2, 3, 0, 1]], in_order)
+    excess = np.maximum(0, borders[last] - borders[first] - room)
+    if excess.any():
+        ranges += _truncation(ranges, excess, draws(key, counters + _TRUNCATE))
+    labels = np.where(swapped, SWAPPED, IN_ORDER).astype(np.int8)
+    return Cut(ranges, labels, int(excess.sum()))
 
 
 def running_texts(ends: np.ndarray, key: int, room: int, short_probability: float) -> Cut:
@@ -103,36 +111,39 @@ def running_texts(ends: np.ndarray, key: int, room: int, short_probability: floa
     opens the next example, so no token is lost.
     """
     total = int(ends[-1])
-    targets = target_lengths(key, total // 2 + 1, room, short_probability) if total else []
-    pairs, begin = [], 0
-    while begin < total:
-        target = int(targets[min(len(pairs), len(targets) - 1)])
-        fitting = int(np.searchsorted(ends, begin + target, side="right"))
-        end = int(ends[fitting - 1]) if fitting and ends[fitting - 1] > begin else min(begin + target, total)
-        pairs.append(Pair((begin, end), (end, end), NO_LABEL))
-        begin = end
-    return Cut(pairs, 0)
+    targets = target_lengths(key, total // 2 + 1, room, short_probability)
+    borders, reached = ends.tolist(), [0]
+    while reached[-1] < total:
+        begin = reached[-1]
+        target = int(targets[min(len(reached), len(targets)) - 1])
+        fitting = bisect_right(borders, begin + target)
+        whole = borders[fitting - 1] if fitting else 0
+        reached.append(whole if whole > begin else min(begin + target, total))
+    begins, ends = np.array(reached[:-1], dtype=np.int64), np.array(reached[1:], dtype=np.int64)
+    return Cut(np.column_stack((begins, ends, ends, ends)), np.full(len(ends), NO_LABEL, dtype=np.int8), 0)
 
 
-def _chunks(borders: np.ndarray, targets: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges [first, last) of sentences, each of at least two and of `targets` tokens (the last may fall short)."""
+def _chunks(borders: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first, last): int64 [chunks], ranges of sentences, each of at least two and of `targets` tokens (the last may
+    fall short)."""
     count = len(borders) - 1
-    chunks, first = [], 0
+    places, goals = borders.tolist(), targets.tolist()
+    firsts, lasts = [], []
+    first = 0
     while first < count:
-        last = int(np.searchsorted(borders, borders[first] + targets[len(chunks)], side="left"))
+        last = bisect_left(places, places[first] + goals[len(firsts)], lo=first)
         last = min(max(last, first + 2), count)
-        if last - first == 1:
+        if last - first > 1:
+            firsts.append(first)
+        elif lasts[-1] - firsts[-1] > 2:
             # A lone sentence is left: it takes one from the chunk before, or joins it where that has only two.
-            previous_first, previous_last = chunks.pop()
-            if previous_last - previous_first > 2:
-                chunks.append((previous_first, previous_last - 1))
-                chunks.append((previous_last - 1, last))
-            else:
-                chunks.append((previous_first, last))
+            lasts[-1] -= 1
+            firsts.append(lasts[-1])
         else:
-            chunks.append((first, last))
+            lasts.pop()
+        lasts.append(last)
         first = last
-    return chunks
+    return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
 
 
 def _part_long_sentences(ends: np.ndarray, word_begins: np.ndarray, room: int) -> np.ndarray:
@@ -156,26 +167,29 @@ def _part_long_sentences(ends: np.ndarray, word_begins: np.ndarray, room: int) -
     return np.array(parted, dtype=np.int64)
 
 
-def _truncated(a: tuple[int, int], b: tuple[int, int], room: int, draw: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """A and B cut to `room` tokens: one token at a time from the longer (B on ties), front or back by a fair coin.
+def _truncation(ranges: np.ndarray, excess: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """int64 [examples, 4], to be added to `ranges`: one token at a time goes from the longer of A and B (B on ties),
+    front or back by a fair coin, until `excess` tokens are gone.
 
     By arithmetic: the longer gives until both are equal, then they take turns; how many of a segment's cuts fall
     at its front is a binomial draw, which is the count of ones among as many random bits.
     """
-    length_a, length_b = a[1] - a[0], b[1] - b[0]
-    excess = length_a + length_b - room
-    level = min(excess, abs(length_a - length_b))
-    cut_a, cut_b = (level, 0) if length_a > length_b else (0, level)
+    longer_by = (ranges[:, 1] - ranges[:, 0]) - (ranges[:, 3] - ranges[:, 2])
+    level = np.minimum(excess, np.abs(longer_by))
     rest = excess - level
-    cut_a, cut_b = cut_a + rest // 2, cut_b + (rest + 1) // 2
-    front_a, front_b = _ones(draw, 0, cut_a), _ones(draw, 1, cut_b)
-    return (a[0] + front_a, a[1] - cut_a + front_a), (b[0] + front_b, b[1] - cut_b + front_b)
+    cut_a = np.where(longer_by > 0, level, 0) + rest // 2
+    cut_b = np.where(longer_by > 0, 0, level) + (rest + 1) // 2
+    front_a, front_b = _ones(keys, 0, cut_a), _ones(keys, 1, cut_b)
+    return np.column_stack((front_a, front_a - cut_a, front_b, front_b - cut_b))
 
 
-def _ones(key: int, stream: int, bits: int) -> int:
-    """A draw from Binomial(bits, 1/2)."""
-    if not bits:
-        return 0
-    words = draws(key, (stream << 32) + np.arange((bits + 63) // 64))
-    words[-1] >>= np.uint64(-bits % 64)
-    return int(np.bitwise_count(words).sum())
+def _ones(keys: np.ndarray, stream: int, bits: np.ndarray) -> np.ndarray:
+    """int64 draws from Binomial(bits, 1/2), one for each key."""
+    words = -(-bits // 64)
+    last = np.cumsum(words)
+    word = np.arange(words.sum()) - np.repeat(last - words, words)
+    found = draws(np.repeat(keys, words), (stream << 32) + word)
+    some = bits > 0
+    found[last[some] - 1] >>= (-bits[some] % 64).astype(np.uint64)
+    ones = np.concatenate(([0], np.cumsum(np.bitwise_count(found), dtype=np.int64)))
+    return ones[last] - ones[last - words]

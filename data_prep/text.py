@@ -14,8 +14,10 @@ import sentencex
 from configs.schema import FiltersConfig
 
 PARAGRAPH_BREAK = re.compile(r"\n[^\S\n]*\n")
-MAX_SENTENCE_PIECE = 2000
+SPLIT_CHARACTERS = 2000
 """Characters handed to the sentence splitter at once: its cost grows with the square of its input."""
+MAX_WORD_CHARACTERS = 20_000
+"""A run without white space is cut after about so many characters, whatever the script."""
 WORD_SEPARATOR = "▁"
 ZERO_WIDTH_JOINERS = "‌‍"
 
@@ -23,34 +25,56 @@ ZERO_WIDTH_JOINERS = "‌‍"
 def sentences_of(text: str, language: str) -> list[str]:
     """The sentences of `text`, stripped, in order; paragraphs (blank lines) always end one.
 
-    A sentence that ends in an ASCII character ends before white space, so that names like `nx.Graph` stay whole.
+    A sentence that ends in an ASCII character ends before white space, so that names like `nx.Graph` stay whole. One
+    of more than SPLIT_CHARACTERS is cut at white space; a run without any is cut after at least MAX_WORD_CHARACTERS,
+    and less than SPLIT_CHARACTERS beyond. The time is linear in the length of `text`.
     """
     sentences = []
     for paragraph in PARAGRAPH_BREAK.split(text):
-        for piece in _pieces(paragraph):
-            unfinished = ""
-            for segment in sentencex.segment(language, piece):
-                unfinished += segment
-                if segment[-1:].isspace() or not segment[-1:].isascii():
-                    sentences.append(unfinished.strip())
-                    unfinished = ""
-            sentences.append(unfinished.strip())
+        sentences += _sentences_of_paragraph(paragraph, language)
     return [sentence for sentence in sentences if sentence]
 
 
-def _pieces(paragraph: str) -> Iterator[str]:
-    """`paragraph` in pieces of at most MAX_SENTENCE_PIECE characters, cut at white space where there is any."""
-    begin = 0
-    while len(paragraph) - begin > MAX_SENTENCE_PIECE:
-        limit = begin + MAX_SENTENCE_PIECE
-        cut = paragraph.rfind("\n", begin + 1, limit)
-        if cut < 0:
-            cut = paragraph.rfind(" ", begin + 1, limit)
-        if cut < 0:
-            cut = limit
-        yield paragraph[begin:cut]
-        begin = cut
-    yield paragraph[begin:]
+def _sentences_of_paragraph(paragraph: str, language: str) -> Iterator[str]:
+    begin, unfinished = 0, ""
+    while begin < len(paragraph):
+        end, inside_word = _piece_end(paragraph, begin)
+        found = _split(paragraph[begin:end], language)
+        if len(found) > 1 and end < len(paragraph):
+            # The last sentence may go on beyond the piece: the next piece begins with it.
+            end -= len(found.pop())
+            inside_word = False
+        found[0] = unfinished + found[0]
+        unfinished = found.pop() if inside_word and len(found[-1].strip()) < MAX_WORD_CHARACTERS else ""
+        for sentence in found:
+            yield sentence.strip()
+        begin = end
+    yield unfinished.strip()
+
+
+def _piece_end(paragraph: str, begin: int) -> tuple[int, bool]:
+    """(end, whether it falls inside a word) of the piece of `paragraph` from `begin`: at most SPLIT_CHARACTERS.
+
+    It falls at the last line break, else at the last white space, else anywhere.
+    """
+    limit = begin + SPLIT_CHARACTERS
+    if limit >= len(paragraph):
+        return len(paragraph), False
+    cut = paragraph.rfind("\n", begin + 1, limit)
+    if cut < 0:
+        cut = next((place for place in range(limit - 1, begin, -1) if paragraph[place].isspace()), limit)
+    return cut, cut == limit
+
+
+def _split(piece: str, language: str) -> list[str]:
+    """The sentences of `piece` as they stand, white space and all."""
+    sentences, unfinished = [], ""
+    for segment in sentencex.segment(language, piece):
+        unfinished += segment
+        if segment[-1:].isspace() or not segment[-1:].isascii():
+            sentences.append(unfinished)
+            unfinished = ""
+    return [*sentences, unfinished] if unfinished else sentences
 
 
 def filter_reason(text: str, filters: FiltersConfig) -> str | None:

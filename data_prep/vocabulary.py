@@ -10,7 +10,7 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -30,6 +30,8 @@ TRAINING_THREADS = 4
 """Fixed, because the trained pieces depend on it."""
 MAX_SENTENCE_BYTES = 4192
 """SentencePiece skips longer training lines."""
+MAX_LINE_PART = 1000
+"""Characters that are sure to fit in a training line."""
 ENCODE_CHARACTERS = 50_000
 """Characters encoded at once: bounds the memory of the lattice, far above the cost of a call."""
 UNSPACED_SCRIPTS = frozenset(
@@ -72,19 +74,25 @@ def train_vocabulary(sentences: Iterable[str], data: DataConfig, folder: Path) -
 
 
 def _training_lines(sentence: str) -> Iterable[str]:
-    """`sentence` without line breaks and NUL, in lines that SentencePiece does not skip for their length."""
-    words = sentence.replace("\0", "").split()
+    """`sentence` without line breaks and NUL, in lines that SentencePiece does not skip for their length.
+
+    A word longer than a line is cut if its script is written without spaces, else left out: no language has it.
+    """
     line: list[str] = []
     room = MAX_SENTENCE_BYTES
-    for word in words:
-        encoded = word.encode("utf-8", "replace")
-        if len(encoded) >= MAX_SENTENCE_BYTES:
-            continue
-        if len(encoded) >= room:
-            yield " ".join(line)
-            line, room = [], MAX_SENTENCE_BYTES
-        line.append(encoded.decode("utf-8"))
-        room -= len(encoded) + 1
+    for word in sentence.replace("\0", "").split():
+        parts = [word]
+        if len(word) > MAX_LINE_PART and _is_unspaced(word[0]):
+            parts = [word[begin : begin + MAX_LINE_PART] for begin in range(0, len(word), MAX_LINE_PART)]
+        for part in parts:
+            encoded = part.encode("utf-8", "replace")
+            if len(encoded) >= MAX_SENTENCE_BYTES:
+                continue
+            if len(encoded) >= room:
+                yield " ".join(line)
+                line, room = [], MAX_SENTENCE_BYTES
+            line.append(encoded.decode("utf-8"))
+            room -= len(encoded) + 1
     if line:
         yield " ".join(line)
 
@@ -178,40 +186,45 @@ class Vocabulary:
         ids is [tokens] in `id_dtype`; sentence ends is int64 [sentences], ascending, each the index after a
         sentence's last token. Sentences that normalise to nothing are left out.
         """
-        raw = sentences_of(text.replace("\0", ""), language)
-        both = zip(raw, self._processor.normalize(raw), strict=True)
-        # Normalising twice is not the same: what is dropped may part two quotes.
-        both = [(sentence, normal) for sentence, normal in both if normal.strip(WORD_SEPARATOR)]
-        raw, sentences = [sentence for sentence, _ in both], [normal for _, normal in both]
-        ids: list[int] = []
-        ends = np.empty(len(sentences), dtype=np.int64)
-        for first, last in _groups(sentences, ENCODE_CHARACTERS):
-            group = sentences[first:last]
-            encoded = self._processor.encode(" ".join(raw[first:last]))
-            words = np.cumsum([sentence.count(WORD_SEPARATOR) for sentence in group])
-            starts = np.flatnonzero(self._begins_with_separator[encoded])
-            if len(starts) == words[-1]:
-                ends[first : last - 1] = len(ids) + starts[words[:-1]]
-                ids.extend(encoded)
-                ends[last - 1] = len(ids)
-            else:
-                for index in range(first, last):
-                    ids.extend(self._processor.encode(raw[index]))
-                    ends[index] = len(ids)
-        normalized = "".join(sentences).replace(WORD_SEPARATOR, " ").strip()
-        return normalized, np.array(ids, dtype=self.id_dtype), ends
+        ids = [np.empty(0, dtype=self.id_dtype)]
+        ends = [np.empty(0, dtype=np.int64)]
+        normalized: list[str] = []
+        total = 0
+        for raw in _groups(sentences_of(text.replace("\0", ""), language), ENCODE_CHARACTERS):
+            # Normalising twice is not the same: what is dropped may part two quotes.
+            both = zip(raw, self._processor.normalize(raw), strict=True)
+            both = [(sentence, normal) for sentence, normal in both if normal.strip(WORD_SEPARATOR)]
+            if both:
+                group_ids, group_ends = self._encode_sentences(*map(list, zip(*both, strict=True)))
+                ids.append(group_ids)
+                ends.append(total + group_ends)
+                normalized += [normal for _, normal in both]
+                total += len(group_ids)
+        normalized_text = "".join(normalized).replace(WORD_SEPARATOR, " ").strip()
+        return normalized_text, np.concatenate(ids), np.concatenate(ends)
+
+    def _encode_sentences(self, raw: list[str], normal: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, sentence ends) of sentences and their normalised forms, none of them empty."""
+        ids = np.array(self._processor.encode(" ".join(raw)), dtype=self.id_dtype)
+        words = np.cumsum([sentence.count(WORD_SEPARATOR) for sentence in normal])
+        starts = np.flatnonzero(self._begins_with_separator[ids])
+        if len(starts) == words[-1]:
+            return ids, np.append(starts[words[:-1]], len(ids))
+        apart = self._processor.encode(raw, num_threads=1)
+        ids = np.array([index for sentence in apart for index in sentence], dtype=self.id_dtype)
+        return ids, np.cumsum([len(sentence) for sentence in apart])
 
 
-def _groups(sentences: list[str], characters: int) -> Iterable[tuple[int, int]]:
-    """Ranges (first, last) of consecutive sentences of at most about `characters` together."""
+def _groups(sentences: list[str], characters: int) -> Iterator[list[str]]:
+    """Consecutive sentences of at most about `characters` together."""
     first, size = 0, 0
     for index, sentence in enumerate(sentences):
         if size and size + len(sentence) > characters:
-            yield first, index
+            yield sentences[first:index]
             first, size = index, 0
         size += len(sentence)
     if sentences:
-        yield first, len(sentences)
+        yield sentences[first:]
 
 
 def _starts_word(piece: str) -> bool:

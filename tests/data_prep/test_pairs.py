@@ -74,7 +74,7 @@ def test_pairs_are_neighbouring_segments_and_every_token_is_in_one_or_counted(
     assert swap or all(pair.label == IN_ORDER for pair in cut.pairs)
     if not cut.pairs:
         assert len(ends) == 1 and len(word_begins) == 1 and ends[0] <= room
-    assert cut == sentence_pairs(ends, word_begins, key, room, short, swap)
+    assert cut.pairs == sentence_pairs(ends, word_begins, key, room, short, swap).pairs
 
 
 def test_thousands_of_documents_give_sound_pairs():
@@ -203,7 +203,8 @@ def test_a_single_sentence_is_split_at_each_word_border_equally_often():
 
 
 def test_a_single_word_makes_no_pair():
-    assert sentence_pairs(np.array([4]), np.array([0]), 1, ROOM, 0.1, True) == Cut([], 0)
+    cut = sentence_pairs(np.array([4]), np.array([0]), 1, ROOM, 0.1, True)
+    assert cut.pairs == [] and cut.truncated_tokens == 0
 
 
 def test_sentences_longer_than_the_room_are_parted_at_word_borders():

@@ -8,7 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import FiltersConfig
-from data_prep.text import filter_reason, normalization_rules, sentences_of
+from data_prep.text import (
+    MAX_WORD_CHARACTERS,
+    SPLIT_CHARACTERS,
+    filter_reason,
+    normalization_rules,
+    sentences_of,
+)
 
 QUOTE_PAIRS = {"``": '"', "''": '"'}
 
@@ -66,6 +72,7 @@ text_like = st.text(st.sampled_from("ab .!?\n\t\r'\"(é字。\u00a0\u200b1"), ma
 
 @given(text_like | st.text(st.characters(codec="utf-8"), max_size=200))
 @example("a" * 5000 + " b. C")
+@example("a" * 50_000 + "。" + "b" * 1999 + " c" + "字" * 30_000)
 @example("One. Two.\n\nThree\n \nFour")
 @settings(max_examples=300, deadline=None)
 def test_sentences_lose_nothing_but_white_space(text):
@@ -84,10 +91,28 @@ def test_sentences_end_at_sentence_marks_and_blank_lines():
     ]
 
 
-def test_long_text_is_only_cut_between_words():
+@pytest.mark.parametrize("separator", [" ", "\n", "\t", "\u3000", "\r"])
+def test_long_text_is_only_cut_between_words(separator):
     words = [f"word{number}" for number in range(5000)]
-    for separator in (" ", "\n"):
-        assert " ".join(sentences_of(separator.join(words), "en")).split() == words
+    assert " ".join(sentences_of(separator.join(words), "en")).split() == words
+
+
+@pytest.mark.parametrize(("end", "between"), [(".", " "), ("。", ""), ("؟", " ")], ids=["latin", "han", "arabic"])
+def test_sentences_are_whole_wherever_they_stand_in_a_long_paragraph(end, between):
+    lengths = random.Random(3).choices(range(3, 300), k=1000)
+    sentences = ["字" * length + end if end == "。" else "A" + "b" * length + end for length in lengths]
+    assert sentences_of(between.join(sentences), "en") == sentences
+
+
+def test_words_of_many_thousand_characters_are_whole_and_longer_ones_are_cut():
+    text = "She said " + "q" * (MAX_WORD_CHARACTERS - 1) + " twice. Then " + "z" * 100_000 + " came. End."
+    found = sentences_of(text, "en")
+    words = " ".join(found).split()
+    assert words[:5] == ["She", "said", "q" * (MAX_WORD_CHARACTERS - 1), "twice.", "Then"]
+    assert words[-2:] == ["came.", "End."]
+    parts = [len(word) for word in words[5:-2]]
+    assert sum(parts) == 100_000 and len(parts) > 1
+    assert all(MAX_WORD_CHARACTERS <= part < MAX_WORD_CHARACTERS + SPLIT_CHARACTERS for part in parts[:-1])
 
 
 def test_two_megabytes_in_one_line_take_seconds():

@@ -137,6 +137,14 @@ def test_the_model_alone_gives_the_same_ids_from_raw_text(prose_vocabulary, pros
         assert processor.encode(text) == prose_vocabulary.encode_document(text, "en")[1].tolist()
 
 
+def test_the_model_alone_gives_the_ids_of_words_of_many_thousand_characters(vocabulary, pseudo_documents):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=vocabulary.model)
+    word = re.sub(r"\W", "", "".join(pseudo_documents(60, 8)))[:19_000]
+    assert len(word) == 19_000
+    text = f"Da {word} do. Ba {word[:5000]}, {word[:2000]} be!"
+    assert processor.encode(text) == vocabulary.encode_document(text, "en")[1].tolist()
+
+
 def plainly_normalized(text: str) -> str:
     pieces = re.split("(``|'')", text)
     pieces[1::2] = ['"'] * (len(pieces) // 2)
@@ -214,6 +222,12 @@ def test_long_lines_and_words_do_not_vanish_from_training(train, data_config, ps
     assert len(line) > 50_000
     vocabulary = Vocabulary(train([line], data_config(vocab={"size": 400})))
     assert vocabulary.size == 400
+
+
+def test_long_words_of_scripts_without_spaces_do_not_vanish_from_training(train, data_config, pseudo_documents):
+    sentences = [*pseudo_documents(150, 6), "東西南北中" * 2000]
+    pieces = Vocabulary(train(sentences, data_config(vocab={"size": 400}))).pieces
+    assert any(set(piece) & set("東西南北中") for piece in pieces)
 
 
 def word_start_rule(piece: str) -> Iterator[bool]:
