@@ -286,7 +286,7 @@ def main() -> None:
     line.write_bytes(" ".join(" ".join(pool).split()).encode()[:LONG_LINE_BYTES])
     long_line = examples(one, line, 1)
     print(
-        f"one line of {line.stat().st_size / 1e6:.0f} MB: {long_line.cpu:.1f} s CPU, peak {long_line.memory / 1e6:.0f} MB"
+        f"a line of {line.stat().st_size / 1e6:.0f} MB: {long_line.cpu:.1f} s CPU, peak {long_line.memory / 1e6:.0f} MB"
     )
     line.unlink()
     shutil.rmtree(folder / "data")

@@ -6,7 +6,10 @@ key stands for (seed, document). Lengths and the truncation rule are the referen
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +30,15 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """What became of a document: its examples, in order, and the tokens that truncation cut off.
+    """What became of some documents: their examples, in order, and the tokens that truncation cut off.
 
-    `ranges`: int64 [examples, 4], the token ranges as a `Pair` has them: begin and end of A, begin and end of B.
-    `labels`: int8 [examples].
+    `ranges`: int64 [examples, 4], the token ranges within the example's document as a `Pair` has them: begin and end
+    of A, begin and end of B. `labels`: int8 [examples]. `counts`: int64 [documents], examples of each.
     """
 
     ranges: np.ndarray
     labels: np.ndarray
+    counts: np.ndarray
     truncated_tokens: int
 
     @property
@@ -47,23 +51,31 @@ class Cut:
 _IS_SHORT, _TARGET, _SPLIT, _SWAP, _TRUNCATE, _DRAWS = range(6)
 # Number of a document's own draw, beyond those of its chunks.
 _BACKWARDS = 1 << 40
+TARGETS_AT_ONCE = 16
 
 
-def target_lengths(key: int, chunks: int, room: int, short_probability: float) -> np.ndarray:
-    """int64 [chunks]: tokens each chunk aims for: `room`, or with `short_probability` uniform in 2..room."""
-    counters = np.arange(chunks) * _DRAWS
-    short = uniforms(key, counters + _IS_SHORT) < short_probability
-    shorter = 2 + (uniforms(key, counters + _TARGET) * (room - 1)).astype(np.int64)
+def target_lengths(keys: np.ndarray, chunks: np.ndarray, room: int, short_probability: float) -> np.ndarray:
+    """int64: tokens that the chunks `chunks` (their numbers) under `keys` aim for: `room`, or with
+    `short_probability` uniform in 2..room."""
+    counters = chunks * _DRAWS
+    short = uniforms(keys, counters + _IS_SHORT) < short_probability
+    shorter = 2 + (uniforms(keys, counters + _TARGET) * (room - 1)).astype(np.int64)
     return np.where(short, shorter, room)
 
 
 def sentence_pairs(
-    ends: np.ndarray, word_begins: np.ndarray, key: int, room: int, short_probability: float, swap: bool
+    ends: Sequence[np.ndarray],
+    word_begins: Callable[[int], np.ndarray],
+    keys: np.ndarray,
+    room: int,
+    short_probability: float,
+    swap: bool,
 ) -> Cut:
-    """A document's sentences as pairs (A, B), with `swap` exchanged with probability 1/2.
+    """The sentences of documents as pairs (A, B), with `swap` exchanged with probability 1/2.
 
-    `ends`: int64 [sentences], the index after each sentence's last token. `word_begins`: ascending int64 indices of
-    the tokens that begin a word. `room`: the most tokens A and B may have together (max_length - 3).
+    `ends`: for each document int64 [sentences], the index after each sentence's last token. `word_begins`: what gives
+    for a document's number the ascending int64 indices of its tokens that begin a word. `keys`: uint64 [documents].
+    `room`: the most tokens A and B may have together (max_length - 3).
 
     Sentences accumulate until the chunk's target is reached; A gets 1..n-1 of the n, uniformly; the longer of A and
     B (B on ties) is cut until both fit. Both segments always come from one document and both begin and end at
@@ -74,76 +86,116 @@ def sentence_pairs(
     Half of the documents are cut from their end backwards. The sentence that reaches a target is longer than others,
     so cutting always forwards would make second segments the longer ones, and lengths would tell the order.
     """
-    total = ends[-1]
-    borders = np.concatenate(([0], ends))
-    backwards = uniforms(key, _BACKWARDS)[0] < 0.5
-    if backwards:
-        borders, word_begins = total - borders[::-1], total - word_begins[::-1]
-    borders = np.concatenate(([0], _part_long_sentences(borders[1:], word_begins, room)))
-    if len(borders) == 2:
-        inner = word_begins[(word_begins > 0) & (word_begins < total)]
-        if not len(inner):
-            return Cut(np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int8), 0)
-        middle = inner[int(draws(key, _SPLIT)[0] % np.uint64(len(inner)))]
-        borders = np.array([0, middle, total])
-    count = len(borders) - 1
-    first, last = _chunks(borders, target_lengths(key, count, room, short_probability))
-    if backwards:
-        borders = total - borders[::-1]
-        first, last = count - last[::-1], count - first[::-1]
-    counters = np.arange(len(first)) * _DRAWS
-    splits = uniforms(key, counters + _SPLIT)
-    swapped = (uniforms(key, counters + _SWAP) < 0.5) & swap
-    middle = first + 1 + (splits * (last - first - 1)).astype(np.int64)
-    in_order = borders[np.column_stack((first, middle, middle, last))]
-    ranges = np.where(swapped[:, None], in_order[:, [2, 3, 0, 1]], in_order)
+    keys = np.asarray(keys, dtype=np.uint64)
+    backwards = (uniforms(keys, _BACKWARDS) < 0.5).tolist()
+    cut_borders = [
+        _borders(ends[number].tolist(), partial(word_begins, number), int(keys[number]), room, backwards[number])
+        for number in range(len(ends))
+    ]
+    sentences = np.array([max(0, len(places) - 1) for places in cut_borders], dtype=np.int64)
+    targets = target_lengths(np.repeat(keys, sentences), _aranges(sentences), room, short_probability).tolist()
+
+    firsts, lasts, borders, counts = [], [], [], []
+    target = 0
+    for places, reverse in zip(cut_borders, backwards, strict=True):
+        count = max(0, len(places) - 1)
+        chunks = _chunks(places, targets[target : target + count])
+        target += count
+        if reverse:
+            chunks = [(count - last, count - first) for first, last in reversed(chunks)]
+            places = [places[-1] - place for place in reversed(places)]
+        firsts += [len(borders) + first for first, _ in chunks]
+        lasts += [len(borders) + last for _, last in chunks]
+        borders += places
+        counts.append(len(chunks))
+
+    borders, counts = np.array(borders, dtype=np.int64), np.array(counts, dtype=np.int64)
+    first, last = np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+    keys, counters = np.repeat(keys, counts), _aranges(counts) * _DRAWS
+    swapped = (uniforms(keys, counters + _SWAP) < 0.5) & swap
+    middle = first + 1 + (uniforms(keys, counters + _SPLIT) * (last - first - 1)).astype(np.int64)
+    ranges = borders[np.column_stack((first, middle, middle, last))]
+    ranges = np.where(swapped[:, None], ranges[:, [2, 3, 0, 1]], ranges)
     excess = np.maximum(0, borders[last] - borders[first] - room)
-    if excess.any():
-        ranges += _truncation(ranges, excess, draws(key, counters + _TRUNCATE))
+    ranges += _truncation(ranges, excess, draws(keys, counters + _TRUNCATE))
     labels = np.where(swapped, SWAPPED, IN_ORDER).astype(np.int8)
-    return Cut(ranges, labels, int(excess.sum()))
+    return Cut(ranges, labels, counts, int(excess.sum()))
 
 
-def running_texts(ends: np.ndarray, key: int, room: int, short_probability: float) -> Cut:
-    """A document's sentences as single segments of up to `room` tokens (max_length - 2), without a label.
+def running_texts(ends: Sequence[np.ndarray], keys: np.ndarray, room: int, short_probability: float) -> Cut:
+    """The sentences of documents as single segments of up to `room` tokens (max_length - 2), without a label.
 
-    Sentences are joined until the next one would not fit; one longer than the target is cut at it, and its rest
-    opens the next example, so no token is lost.
+    `ends` and `keys` are those of `sentence_pairs`. Sentences are joined until the next one would not fit; one longer
+    than the target is cut at it, and its rest opens the next example, so no token is lost.
     """
-    total = int(ends[-1])
-    targets = target_lengths(key, total // 2 + 1, room, short_probability)
-    borders, reached = ends.tolist(), [0]
-    while reached[-1] < total:
-        begin = reached[-1]
-        target = int(targets[min(len(reached), len(targets)) - 1])
-        fitting = bisect_right(borders, begin + target)
-        whole = borders[fitting - 1] if fitting else 0
-        reached.append(whole if whole > begin else min(begin + target, total))
-    begins, ends = np.array(reached[:-1], dtype=np.int64), np.array(reached[1:], dtype=np.int64)
-    return Cut(np.column_stack((begins, ends, ends, ends)), np.full(len(ends), NO_LABEL, dtype=np.int8), 0)
+    begins, lasts, counts = [], [], []
+    for document, key in zip(ends, keys, strict=True):
+        borders = document.tolist()
+        begin, targets = 0, []
+        before = len(begins)
+        while begin < borders[-1]:
+            chunk = len(begins) - before
+            if chunk == len(targets):
+                more = np.arange(chunk, 2 * chunk + TARGETS_AT_ONCE)
+                targets += target_lengths(np.uint64(key), more, room, short_probability).tolist()
+            fitting = bisect_right(borders, begin + targets[chunk])
+            end = borders[fitting - 1] if fitting else 0
+            if end <= begin:
+                end = min(begin + targets[chunk], borders[-1])
+            begins.append(begin)
+            lasts.append(end)
+            begin = end
+        counts.append(len(begins) - before)
+    begins, lasts = np.array(begins, dtype=np.int64), np.array(lasts, dtype=np.int64)
+    labels = np.full(len(lasts), NO_LABEL, dtype=np.int8)
+    return Cut(np.column_stack((begins, lasts, lasts, lasts)), labels, np.array(counts, dtype=np.int64), 0)
 
 
-def _chunks(borders: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first, last): int64 [chunks], ranges of sentences, each of at least two and of `targets` tokens (the last may
-    fall short)."""
+def _borders(ends: list[int], word_begins: Callable[[], np.ndarray], key: int, room: int, backwards: bool) -> list[int]:
+    """0 and the sentence ends of a document, none more than `room` apart, counted from its end if `backwards`; empty
+    for a document of a single word."""
+    total = ends[-1]
+    borders = [0, *ends]
+    if backwards:
+        borders = [total - border for border in reversed(borders)]
+    if max(map(sub, borders[1:], borders)) > room:
+        begins = word_begins()
+        begins = total - begins[::-1] if backwards else begins
+        borders = [0, *_part_long_sentences(np.array(borders[1:]), begins, room).tolist()]
+    if len(borders) == 2:
+        begins = word_begins()
+        inner = begins[(begins > 0) & (begins < total)]
+        if not len(inner):
+            return []
+        inner = total - inner[::-1] if backwards else inner
+        borders.insert(1, int(inner[int(draws(key, _SPLIT)[0] % np.uint64(len(inner)))]))
+    return borders
+
+
+def _chunks(borders: list[int], targets: list[int]) -> list[tuple[int, int]]:
+    """Ranges [first, last) of sentences, each of at least two and of `targets` tokens (the last may fall short)."""
     count = len(borders) - 1
-    places, goals = borders.tolist(), targets.tolist()
-    firsts, lasts = [], []
+    chunks: list[tuple[int, int]] = []
     first = 0
     while first < count:
-        last = bisect_left(places, places[first] + goals[len(firsts)], lo=first)
+        last = bisect_left(borders, borders[first] + targets[len(chunks)], lo=first)
         last = min(max(last, first + 2), count)
         if last - first > 1:
-            firsts.append(first)
-        elif lasts[-1] - firsts[-1] > 2:
-            # A lone sentence is left: it takes one from the chunk before, or joins it where that has only two.
-            lasts[-1] -= 1
-            firsts.append(lasts[-1])
+            chunks.append((first, last))
         else:
-            lasts.pop()
-        lasts.append(last)
+            # A lone sentence is left: it takes one from the chunk before, or joins it where that has only two.
+            previous_first, previous_last = chunks.pop()
+            if previous_last - previous_first > 2:
+                chunks += [(previous_first, previous_last - 1), (previous_last - 1, last)]
+            else:
+                chunks.append((previous_first, last))
         first = last
-    return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+    return chunks
+
+
+def _aranges(counts: np.ndarray) -> np.ndarray:
+    """int64: 0, 1, … as many as the count, for each of `counts`, end to end."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _part_long_sentences(ends: np.ndarray, word_begins: np.ndarray, room: int) -> np.ndarray:

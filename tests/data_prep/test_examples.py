@@ -54,13 +54,15 @@ def test_tokens_of_a_maker_stand_for_the_memory_its_rows_hold(vocabulary, data_c
     monkeypatch.setattr(examples, "ROWS_AT_ONCE", 50)
     rng = random.Random(2)
     maker = ExampleMaker(vocabulary, data_config(max_length=max_length), seed=1)
-    maker.add(Document("Ba da. Be de.", "place"))
-    maker.take_rows()
     texts = [" ".join(rng.choices(SYLLABLES, k=words)) for _ in range(max(1, 4000 // words))]
+    for text in texts:
+        maker.add(Document(text, "place"))
+    maker.take_rows()
     tracemalloc.start()
     try:
         for text in texts:
             maker.add(Document(text, "place"))
+        assert maker.counts.read == 2 * len(texts)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

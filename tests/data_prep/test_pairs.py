@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.pairs import IN_ORDER, NO_LABEL, SWAPPED, Cut, Pair, running_texts, sentence_pairs
+from data_prep import pairs as cutting
+from data_prep.pairs import IN_ORDER, NO_LABEL, SWAPPED, Cut, Pair
 
 ROOM = 61
 
@@ -29,6 +30,15 @@ def documents(count: int, seed: int, sentences: int = 30, mean: float = 20):
     for _ in range(count):
         lengths = np.maximum(1, rng.gamma(2.5, mean / 2.5, size=rng.integers(2, sentences))).astype(int)
         yield *random_document(rng, lengths), int(rng.integers(2**63))
+
+
+def sentence_pairs(ends: np.ndarray, word_begins: np.ndarray, key: int, room: int, short: float, swap: bool) -> Cut:
+    """The cut of a single document."""
+    return cutting.sentence_pairs([ends], lambda _: word_begins, np.array([key], dtype=np.uint64), room, short, swap)
+
+
+def running_texts(ends: np.ndarray, key: int, room: int, short: float) -> Cut:
+    return cutting.running_texts([ends], np.array([key], dtype=np.uint64), room, short)
 
 
 def assert_sound(cut: Cut, ends: np.ndarray, word_begins: np.ndarray, room: int) -> None:
@@ -302,3 +312,19 @@ def test_a_tenth_of_the_running_texts_is_short():
     sizes = np.array([length(p.a) for key in range(30) for p in running_texts(ends, key, 100, 0.1).pairs[:-1]])
     expected = 0.1 * 98 / 99
     assert (sizes < 100).mean() == pytest.approx(expected, abs=4 * np.sqrt(expected / len(sizes)))
+
+
+def test_documents_cut_together_are_cut_as_if_alone():
+    many = list(documents(200, 9))
+    ends, begins, keys = zip(*many, strict=True)
+    keys = np.array(keys, dtype=np.uint64)
+    for together, alone in (
+        (
+            cutting.sentence_pairs(ends, lambda number: begins[number], keys, ROOM, 0.1, True),
+            [sentence_pairs(*document, ROOM, 0.1, True) for document in many],
+        ),
+        (cutting.running_texts(ends, keys, ROOM, 0.1), [running_texts(e, key, ROOM, 0.1) for e, _, key in many]),
+    ):
+        assert together.pairs == [pair for cut in alone for pair in cut.pairs]
+        assert together.counts.tolist() == [len(cut.pairs) for cut in alone]
+        assert together.truncated_tokens == sum(cut.truncated_tokens for cut in alone)
