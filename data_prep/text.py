@@ -29,13 +29,25 @@ def sentences_of(text: str, language: str) -> list[str]:
     of more than SPLIT_CHARACTERS is cut at white space; a run without any is cut after at least MAX_WORD_CHARACTERS,
     and less than SPLIT_CHARACTERS beyond. The time is linear in the length of `text`.
     """
-    sentences = []
+    return [sentence.strip() for sentence in segments_of(text, language)]
+
+
+def segments_of(text: str, language: str) -> list[str]:
+    """`sentences_of` as they stand in `text`: what parts two of them is white space at the end of the first or the
+    beginning of the second, and nothing in scripts that put none between sentences."""
+    segments: list[str] = []
     for paragraph in PARAGRAPH_BREAK.split(text):
-        sentences += _sentences_of_paragraph(paragraph, language)
-    return [sentence for sentence in sentences if sentence]
+        for segment in _segments_of_paragraph(paragraph, language):
+            if segment.strip():
+                segments.append(segment)
+            elif segments:
+                segments[-1] += segment
+        if segments:
+            segments[-1] += "\n"
+    return segments
 
 
-def _sentences_of_paragraph(paragraph: str, language: str) -> Iterator[str]:
+def _segments_of_paragraph(paragraph: str, language: str) -> Iterator[str]:
     begin, unfinished = 0, ""
     while begin < len(paragraph):
         end, inside_word = _piece_end(paragraph, begin)
@@ -46,10 +58,9 @@ def _sentences_of_paragraph(paragraph: str, language: str) -> Iterator[str]:
             inside_word = False
         found[0] = unfinished + found[0]
         unfinished = found.pop() if inside_word and len(found[-1].strip()) < MAX_WORD_CHARACTERS else ""
-        for sentence in found:
-            yield sentence.strip()
+        yield from found
         begin = end
-    yield unfinished.strip()
+    yield unfinished
 
 
 def _piece_end(paragraph: str, begin: int) -> tuple[int, bool]:

@@ -12,7 +12,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +20,15 @@ import sentencepiece
 
 from configs.schema import ConfigError, DataConfig
 from data_prep.files import opened
-from data_prep.text import WORD_SEPARATOR, normalization_rules, sentences_of
+from data_prep.text import MAX_WORD_CHARACTERS, WORD_SEPARATOR, normalization_rules, segments_of
 from data_prep.words import WordIds
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIAL_PIECES = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 USER_DEFINED_SYMBOLS = ("(", ")", '"', "-", ".", "–", "£", "€")
 FIRST_ORDINARY_ID = len(SPECIAL_PIECES)
+BORDER_CHARACTERS = 16
+"""More than any rule of normalisation takes at once."""
 NO_NORMALIZATION = bytes([0x1A, 2, 0x12, 0])
 """Appended to a model it empties `normalizer_spec.precompiled_charsmap`: in protobuf the last of two values counts."""
 
@@ -198,8 +199,19 @@ class Vocabulary:
     def _pieces_keep_within_words(self) -> bool:
         """Whether a text's ids are those of its words: no piece crosses white space, a lone separator is a piece."""
         crosses = any(WORD_SEPARATOR in piece[1:] for piece in self.pieces)
-        parted = self._processor.normalize(" a  b ") == f"{WORD_SEPARATOR}a{WORD_SEPARATOR}b"
-        return parted and not crosses and WORD_SEPARATOR in self.pieces
+        return self._parts_words and not crosses and WORD_SEPARATOR in self.pieces
+
+    @cached_property
+    def _parts_words(self) -> bool:
+        """Whether every word of a normalised text begins with a separator."""
+        return self._processor.normalize(" a  b ") == f"{WORD_SEPARATOR}a{WORD_SEPARATOR}b"
+
+    @cached_property
+    def _piece_characters(self) -> np.ndarray:
+        """int64 [size]: how many characters of the text a piece stands for; at least one for the unknown piece."""
+        lengths = np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+        lengths[UNK] = 1
+        return lengths
 
     @cached_property
     def _word_ids(self) -> WordIds:
@@ -211,82 +223,136 @@ class Vocabulary:
         return self.encode_documents([text], language)[0]
 
     def encode_documents(self, texts: list[str], language: str) -> "list[EncodedDocument]":
-        """Each text with the ids that `encode` gives for its sentences joined by spaces; many at once take less time.
+        """Each text with the ids that `encode` gives for it; many at once take less time.
 
-        Sentences that normalise to nothing are left out.
+        Runs of more than MAX_WORD_CHARACTERS without white space are parted at sentence ends, or anywhere. A sentence
+        end inside a piece goes behind it. Sentences that normalise to nothing are left out.
         """
-        counts, sentences = [], []
-        for text in texts:
-            found = sentences_of(text.replace("\0", ""), language)
-            counts.append(len(found))
-            sentences += found
-        normalized = self._processor.normalize(sentences)
-        borders = [0, *accumulate(counts)]
-        documents = [
-            [
-                (raw, normal)
-                for raw, normal in zip(sentences[a:b], normalized[a:b], strict=True)
-                if normal.strip(WORD_SEPARATOR)
-            ]
-            for a, b in pairwise(borders)
-        ]
-        joined = ["".join(normal for _, normal in document) for document in documents]
-        if not self._pieces_keep_within_words or any(2 * WORD_SEPARATOR in text for text in joined):
-            return [self._encoded(document, text) for document, text in zip(documents, joined, strict=True)]
-        words = "".join(joined).split(WORD_SEPARATOR)[1:]
-        ids, word_counts, ambiguous = self._word_ids.of(words)
-        token_ends = np.concatenate(([0], np.cumsum(word_counts)))
+        documents = self._normalized([segments_of(text.replace("\0", ""), language) for text in texts])
+        if not self._pieces_keep_within_words or any(2 * WORD_SEPARATOR in document.text for document in documents):
+            return [self._encoded_whole(document) for document in documents]
+        words = "".join(document.text for document in documents).split(WORD_SEPARATOR)[1:]
+        ids, counts, characters, ambiguous = self._word_ids.of(words)
+        token_ends = np.concatenate(([0], np.cumsum(counts)))
         ambiguous_before = np.concatenate(([0], np.cumsum(ambiguous)))
-        encoded, word = [], 0
-        for document, text in zip(documents, joined, strict=True):
-            word_ends = word + np.cumsum([normal.count(WORD_SEPARATOR) for _, normal in document], dtype=np.int64)
-            first, last = word, int(word_ends[-1]) if document else word
-            word = last
+        encoded, last = [], 0
+        for document in documents:
+            first, last = last, last + document.text.count(WORD_SEPARATOR)
             if ambiguous_before[last] > ambiguous_before[first]:
-                encoded.append(self._encoded(document, text))
+                encoded.append(self._encoded_whole(document))
                 continue
-            begin = token_ends[first]
-            encoded.append(EncodedDocument(_spaced(text), ids[begin : token_ends[last]], token_ends[word_ends] - begin))
+            own = ids[token_ends[first] : token_ends[last]]
+            ends = self._sentence_ends(own, counts[first:last], characters[first:last] + 1, document.sentence_ends)
+            encoded.append(EncodedDocument(_spaced(document.text), own, ends))
         return encoded
 
-    def _encoded(self, document: list[tuple[str, str]], joined: str) -> "EncodedDocument":
-        """A document of (sentence, its normal form), encoded whole or in parts of about ENCODE_CHARACTERS."""
+    def _normalized(self, documents: list[list[str]]) -> "list[NormalizedDocument]":
+        """Documents of segments, normalised; what white space does not part stays together."""
+        segments = [segment for document in documents for segment in document]
+        all_normal = iter(self._processor.normalize(segments))
+        found = []
+        for document in documents:
+            raw: list[str] = []
+            text: list[str] = []
+            ends: list[int] = []
+            length = word_begin = 0
+            for segment, normal in zip(document, all_normal, strict=False):
+                if not normal.strip(WORD_SEPARATOR):
+                    continue
+                parted = not raw or raw[-1][-1].isspace() or segment[0].isspace()
+                if not parted and self._parts_words and length + len(normal) - word_begin <= MAX_WORD_CHARACTERS:
+                    # Marks at the border may belong together.
+                    border = raw[-1][-BORDER_CHARACTERS:], segment[:BORDER_CHARACTERS]
+                    left, right, both = self._processor.normalize([*border, "".join(border)])
+                    if both == left + right[1:]:
+                        raw[-1] += segment
+                        text[-1] += normal[1:]
+                        length += len(normal) - 1
+                        ends.append(length)
+                        continue
+                word_begin = length
+                raw.append(segment)
+                text.append(normal)
+                length += len(normal)
+                ends.append(length)
+            found.append(NormalizedDocument(raw, text, "".join(text), np.array(ends, dtype=np.int64)))
+        return found
+
+    def _sentence_ends(
+        self, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray, sentence_ends: np.ndarray
+    ) -> np.ndarray:
+        """int64, ascending: the index after each sentence's last token.
+
+        `counts`: tokens of each word, `lengths`: its characters with the separator, `sentence_ends`: in characters.
+        """
+        word_ends = np.cumsum(lengths)
+        token_ends = np.cumsum(counts)
+        words = np.searchsorted(word_ends, sentence_ends)
+        ends = token_ends[words]
+        for place in np.flatnonzero(word_ends[words] != sentence_ends):
+            word = words[place]
+            first = token_ends[word] - counts[word]
+            reached = np.cumsum(self._piece_characters[ids[first : token_ends[word]]])
+            within = sentence_ends[place] - (word_ends[word] - lengths[word])
+            ends[place] = min(first + np.searchsorted(reached, within) + 1, token_ends[word])
+        return np.unique(ends)
+
+    def _encoded_whole(self, document: "NormalizedDocument") -> "EncodedDocument":
+        """A document encoded in parts of about ENCODE_CHARACTERS."""
         ids = [np.empty(0, dtype=self.id_dtype)]
         ends = [np.empty(0, dtype=np.int64)]
-        total = 0
-        for group in _groups(document, ENCODE_CHARACTERS):
-            group_ids, group_ends = self._encode_sentences(*map(list, zip(*group, strict=True)))
+        total = begin = 0
+        for first, last in _groups(document.raw, ENCODE_CHARACTERS):
+            normal = "".join(document.parts[first:last])
+            inside = document.sentence_ends[np.searchsorted(document.sentence_ends, begin, side="right") :] - begin
+            inside = inside[inside <= len(normal)]
+            group_ids, group_ends = self._encoded_group(
+                document.raw[first:last], document.parts[first:last], normal, inside
+            )
             ids.append(group_ids)
             ends.append(total + group_ends)
             total += len(group_ids)
-        return EncodedDocument(_spaced(joined), np.concatenate(ids), np.concatenate(ends))
+            begin += len(normal)
+        return EncodedDocument(_spaced(document.text), np.concatenate(ids), np.concatenate(ends))
 
-    def _encode_sentences(self, raw: list[str], normal: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, sentence ends) of sentences and their normalised forms, none of them empty."""
+    def _encoded_group(
+        self, raw: list[str], parts: list[str], normal: str, sentence_ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, sentence ends) of texts parted by white space, whose normal forms `parts` are joined in `normal`."""
         ids = np.array(self._processor.encode(" ".join(raw)), dtype=self.id_dtype)
-        words = np.cumsum([sentence.count(WORD_SEPARATOR) for sentence in normal])
         starts = np.flatnonzero(self._begins_with_separator[ids])
-        if len(starts) == words[-1]:
-            return ids, np.append(starts[words[:-1]], len(ids))
+        lengths = np.array([len(word) + 1 for word in normal.split(WORD_SEPARATOR)[1:]], dtype=np.int64)
+        if self._parts_words and len(starts) == len(lengths):
+            return ids, self._sentence_ends(ids, np.diff(starts, append=len(ids)), lengths, sentence_ends)
         apart = self._processor.encode(raw, num_threads=1)
-        ids = np.array([index for sentence in apart for index in sentence], dtype=self.id_dtype)
-        return ids, np.cumsum([len(sentence) for sentence in apart])
+        ids = np.array([index for part in apart for index in part], dtype=self.id_dtype)
+        return ids, np.cumsum([len(part) for part in apart])
+
+
+class NormalizedDocument(NamedTuple):
+    """`raw`: texts that white space parts, one or several sentences each. `parts`: their normal forms. `text`: those
+    joined. `sentence_ends`: int64, ascending, in characters of `text`."""
+
+    raw: list[str]
+    parts: list[str]
+    text: str
+    sentence_ends: np.ndarray
 
 
 def _spaced(normalized: str) -> str:
     return normalized.replace(WORD_SEPARATOR, " ").strip()
 
 
-def _groups(document: list[tuple[str, str]], characters: int) -> Iterator[list[tuple[str, str]]]:
-    """Consecutive sentences of at most about `characters` together."""
+def _groups(texts: list[str], characters: int) -> Iterator[tuple[int, int]]:
+    """Ranges [first, last) of consecutive texts of at most about `characters` together."""
     first, size = 0, 0
-    for index, (sentence, _) in enumerate(document):
-        if size and size + len(sentence) > characters:
-            yield document[first:index]
+    for index, text in enumerate(texts):
+        if size and size + len(text) > characters:
+            yield first, index
             first, size = index, 0
-        size += len(sentence)
-    if document:
-        yield document[first:]
+        size += len(text)
+    if texts:
+        yield first, len(texts)
 
 
 def _starts_word(piece: str) -> bool:

@@ -6,11 +6,22 @@ have the same score, SentencePiece's choice depends on what stands before it; su
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 MAX_CHARACTERS = 4 * 2**20
 """Of the words kept; beyond, all are forgotten, which bounds the memory."""
+
+
+class FoundWords(NamedTuple):
+    """`ids`: of words, end to end. For each word `counts`: int64, its ids, `characters`: int64, and `ambiguous`: bool,
+    whether there are several ways to part it."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+    characters: np.ndarray
+    ambiguous: np.ndarray
 
 
 class WordIds:
@@ -27,10 +38,10 @@ class WordIds:
         self._characters = 0
         self._ids = np.empty(0, dtype=self._dtype)
         self._ends = np.zeros(1, dtype=np.int64)
+        self._lengths = np.empty(0, dtype=np.int64)
         self._ambiguous = np.empty(0, dtype=bool)
 
-    def of(self, words: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids of `words` end to end; int64: how many each has; bool: whether one has several ways to be parted)."""
+    def of(self, words: list[str]) -> FoundWords:
         if self._characters > MAX_CHARACTERS:
             self._forget()
         numbers = self._numbers
@@ -41,12 +52,14 @@ class WordIds:
         begins = self._ends[found]
         counts = self._ends[found + 1] - begins
         places = np.arange(counts.sum()) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        return self._ids[places], counts, self._ambiguous[found]
+        return FoundWords(self._ids[places], counts, self._lengths[found], self._ambiguous[found])
 
     def _add(self, words: list[str]) -> None:
         encoded = self._encode(words)
         self._numbers.update(zip(words, range(len(self._numbers), len(self._numbers) + len(words)), strict=True))
-        self._characters += sum(map(len, words))
+        lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        self._lengths = np.concatenate((self._lengths, lengths))
+        self._characters += int(lengths.sum())
         flat = np.array([index for ids in encoded for index in ids], dtype=self._dtype)
         self._ids = np.concatenate((self._ids, flat))
         ends = self._ends[-1] + np.cumsum([len(ids) for ids in encoded])

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Iterator
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.schema import ConfigError, InputConfig
 from data_prep.corpus import list_sources, read_documents, split_units
-from data_prep.text import sentences_of
+from data_prep.text import segments_of, sentences_of
 from data_prep.vocabulary import SPECIAL_PIECES, USER_DEFINED_SYMBOLS, Vocabulary
 
 TRAIN_ELSEWHERE = """
@@ -63,32 +64,32 @@ def test_user_defined_symbols_stand_alone(vocabulary):
         assert vocabulary.pieces.index(symbol) in vocabulary.encode(f"da{symbol}do")
 
 
-def by_sentence(vocabulary: Vocabulary, text: str) -> tuple[list[int], list[int]]:
-    """Ids and sentence ends with sentences encoded one by one from raw text."""
-    ids: list[int] = []
-    ends: list[int] = []
-    for sentence in sentences_of(text.replace("\0", ""), "en"):
-        encoded = vocabulary.encode(sentence)
-        ids += encoded
-        if encoded:
-            ends.append(len(ids))
-    return ids, ends
+def sentence_ends(vocabulary: Vocabulary, text: str) -> list[int]:
+    """The end of each sentence in tokens, in texts whose sentences white space parts."""
+    counts = [len(vocabulary.encode(sentence)) for sentence in sentences_of(text.replace("\0", ""), "en")]
+    return [end for end, count in zip(accumulate(counts), counts, strict=True) if count]
+
+
+def assert_encoded_as_it_stands(vocabulary: Vocabulary, text: str) -> np.ndarray:
+    """Returns the sentence ends."""
+    normalized, ids, ends = vocabulary.encode_document(text, "en")
+    assert ids.dtype == np.uint16 and ends.dtype == np.int64
+    assert ids.tolist() == vocabulary.encode(text)
+    assert normalized == vocabulary.normalize(text)
+    return ends
 
 
 def assert_encoded_by_sentence(vocabulary: Vocabulary, text: str) -> None:
-    normalized, ids, ends = vocabulary.encode_document(text, "en")
-    expected_ids, expected_ends = by_sentence(vocabulary, text)
-    assert ids.dtype == np.uint16 and ends.dtype == np.int64
-    assert ids.tolist() == expected_ids and ends.tolist() == expected_ends
-    words = [vocabulary.normalize(sentence) for sentence in sentences_of(text.replace("\0", ""), "en")]
-    assert normalized == " ".join(word for word in words if word)
+    ends = assert_encoded_as_it_stands(vocabulary, text)
+    assert ends.tolist() == sentence_ends(vocabulary, text)
 
 
 def test_documents_are_encoded_as_their_sentences(vocabulary, prose_vocabulary, prose, pseudo_documents):
     for text in pseudo_documents(100, 2):
         assert_encoded_by_sentence(vocabulary, text)
     for text in prose[:120]:
-        assert_encoded_by_sentence(prose_vocabulary, text)
+        if all(segment[-1].isspace() for segment in segments_of(text, "en")):
+            assert_encoded_by_sentence(prose_vocabulary, text)
 
 
 def test_documents_longer_than_an_encoded_group_are_encoded_as_their_sentences(vocabulary, pseudo_documents):
@@ -106,8 +107,37 @@ awkward = st.text(st.sampled_from("ab .!?\n'`\u2019\uff07\u200b\u00a0\u2581\u030
 @example("'\u200b'")
 @example(". \u200b. a")
 @settings(max_examples=500, deadline=None)
-def test_awkward_documents_are_encoded_as_their_sentences(vocabulary, text):
-    assert_encoded_by_sentence(vocabulary, text)
+def test_awkward_documents_are_encoded_as_they_stand(vocabulary, text):
+    ends = assert_encoded_as_it_stands(vocabulary, text).tolist()
+    assert ends == sorted(set(ends)) and (not ends or ends[0] > 0)
+    assert ends[-1:] == ([len(vocabulary.encode(text))] if vocabulary.encode(text) else [])
+
+
+def test_sentences_that_no_space_parts_end_where_they_end(train, data_config):
+    rng = np.random.default_rng(4)
+    characters = [chr(0x4E00 + number) for number in range(300)]
+
+    def sentence() -> str:
+        return "".join(rng.choice(characters, rng.integers(3, 20))) + str(rng.choice(["。", "！", "？"]))
+
+    texts = ["".join(sentence() for _ in range(rng.integers(1, 30))) for _ in range(60)]
+    training = [sentence for text in texts for sentence in sentences_of(text, "zh")]
+    vocabulary = Vocabulary(train(training, data_config(vocab={"size": 400})))
+    unknown = Vocabulary(train([text[:3] for text in training[:40]] + ["。！？"], data_config(vocab={"size": 112})))
+    for text in texts:
+        for known in (vocabulary, unknown):
+            _, ids, ends = known.encode_document(text, "zh")
+            assert ids.tolist() == known.encode(text) and ends[-1] == len(ids)
+        normalized, ids, ends = vocabulary.encode_document(text, "zh")
+        assert normalized == vocabulary.normalize(text)
+        lengths = [len(vocabulary.pieces[index]) for index in ids]
+        lengths[0] -= 1
+        places = np.cumsum(lengths)[ends - 1]
+        goals = np.cumsum([len(vocabulary.normalize(sentence)) for sentence in sentences_of(text, "zh")])
+        assert len(places) <= len(goals)
+        assert all(((goals <= place) & (place < goals + 16)).any() for place in places)
+        exact = np.isin(goals, np.cumsum(lengths))
+        assert set(goals[exact]) <= set(places)
 
 
 def test_documents_are_encoded_alike_where_pieces_cross_white_space(pseudo_documents):
@@ -116,7 +146,9 @@ def test_documents_are_encoded_alike_where_pieces_cross_white_space(pseudo_docum
     vocabulary = Vocabulary(model)
     assert any("\u2581" in piece[1:] for piece in vocabulary.pieces)
     for text in documents[:50]:
-        assert_encoded_by_sentence(vocabulary, text)
+        _, ids, ends = vocabulary.encode_document(text, "en")
+        assert ids.tolist() == [index for sentence in sentences_of(text, "en") for index in vocabulary.encode(sentence)]
+        assert ends.tolist() == sentence_ends(vocabulary, text)
 
 
 def sentencepiece_model(sentences: list[str], **options) -> bytes:

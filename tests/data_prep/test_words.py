@@ -18,7 +18,8 @@ def test_ids_of_words_are_those_of_each_alone_however_little_is_remembered(monke
         monkeypatch.setattr(words, "MAX_CHARACTERS", limit)
         known = WordIds(encode, ["x"] * 65536, np.uint16)
         for text in texts:
-            ids, counts, _ = known.of(text)
+            ids, counts, characters, _ = known.of(text)
+            assert characters.tolist() == [len(word) for word in text]
             alone = encode(text)
             assert counts.tolist() == [len(found) for found in alone]
             assert ids.tolist() == [index for found in alone for index in found]
@@ -28,7 +29,7 @@ def test_words_whose_pieces_could_change_places_are_told():
     pieces = ["▁=", "==", "====", "ab", "abab", "ba"]
     ways = {"tie": [0, 1, 2], "same": [0, 1, 1], "other": [3, 5], "period": [3, 4]}
     known = WordIds(lambda texts: [ways[text] for text in texts], pieces, np.uint16)
-    _, _, ambiguous = known.of(list(ways))
+    ambiguous = known.of(list(ways)).ambiguous
     assert ambiguous.tolist() == [True, False, False, True]
 
 
@@ -40,9 +41,8 @@ def test_documents_with_runs_of_marks_get_the_ids_that_the_model_alone_gives(tra
         return " ".join(part for word in text.split() for part in (word, *rng.choice(runs, rng.integers(0, 2))))
 
     documents = pseudo_documents(300, 8)
-    vocabulary = Vocabulary(train([marked(text, [2, 8, 16]) for text in documents], data_config(vocab={"size": 700})))
-    texts = [marked(" ".join(documents[place : place + 30]), [*range(1, 60)]) for place in range(270)]
+    runs = [mark * length for mark in "=~*#" for length in (2, 4, 16) for _ in range(2000)]
+    vocabulary = Vocabulary(train([*documents, *runs], data_config(vocab={"size": 700})))
     processor = sentencepiece.SentencePieceProcessor(model_proto=vocabulary.model)
-    encoded = vocabulary.encode_documents(texts, "en")
-    assert [found.ids.tolist() for found in encoded] == processor.encode(texts)
-    assert any(vocabulary._word_ids.of(text.split())[2].any() for text in texts)
+    texts = [marked(text, [*range(1, 60)]) for text in documents]
+    assert [found.ids.tolist() for found in vocabulary.encode_documents(texts, "en")] == processor.encode(texts)
