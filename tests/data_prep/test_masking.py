@@ -1,3 +1,4 @@
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import pytest
 from configs.schema import MaskingConfig
 from data_prep.masking import Masks, draw_masks, masked_goal
 from data_prep.vocabulary import CLS, FIRST_ORDINARY_ID, MASK, SEP
+from tests.data_prep.plain_examples import plain_masks
 
 SIZE = 100
 CONTINUATIONS = range(60, 99)
@@ -54,24 +56,6 @@ def words_of(ids: np.ndarray, length: int, start: int) -> list[list[list[int]]]:
                 words[-1].append(column)
         found.append(words)
     return found
-
-
-def slow_masks(segments: list[list[list[int]]], goal: int, ngram: int, rng: np.random.Generator) -> list[int]:
-    starts = [(words, index) for words in segments for index in range(len(words))]
-    masked: set[int] = set()
-    for pick in rng.permutation(len(starts)):
-        if len(masked) >= goal:
-            break
-        words, index = starts[pick]
-        weights = 1 / np.arange(1, ngram + 1)
-        wanted = int(rng.choice(ngram, p=weights / weights.sum())) + 1
-        for n in range(min(wanted, len(words) - index), 0, -1):
-            span = [column for word in words[index : index + n] for column in word]
-            if len(masked) + len(span) <= goal:
-                if not masked & set(span):
-                    masked |= set(span)
-                break
-    return sorted(masked)
 
 
 def runs(columns: list[int]) -> list[int]:
@@ -213,9 +197,9 @@ def test_masks_are_distributed_as_a_plain_version_draws_them(ngram, pieces):
     ids, lengths, starts, keys = batch(count, 64, 11, pieces)
     masks = draw_masks(ids, lengths, starts, keys, WORD_STARTS, masking(ngram=ngram))
     goals = masked_goal(lengths, masking())
-    rng = np.random.default_rng(12)
+    rng = random.Random(12)
     fast = columns_by_row(masks, count)
-    slow = [slow_masks(words_of(ids[row], lengths[row], starts[row]), goals[row], ngram, rng) for row in range(count)]
+    slow = [plain_masks(words_of(ids[row], lengths[row], starts[row]), goals[row], ngram, rng) for row in range(count)]
     if pieces == (5, 60):
         assert [len(columns) for columns in fast] == [len(columns) for columns in slow]
     assert sum(map(len, fast)) == pytest.approx(sum(map(len, slow)), rel=0.01)
