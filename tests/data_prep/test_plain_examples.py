@@ -172,6 +172,16 @@ def test_places_where_documents_are_cut_agree(fast, slow):
     assert_alike(*([(e.document, max(e.a[0], e.b[0])) for e in made.examples] for made in (fast, slow)))
 
 
+def test_numbers_of_sentences_in_the_first_segment_agree(fast, slow, texts):
+    def sentences(example: Masked) -> tuple[int, int]:
+        first, second = sorted((example.a, example.b))
+        places = (first[0], second[0], second[-1])
+        begin, border, end = np.searchsorted(texts[example.document].ends, places, side="right").tolist()
+        return end + 1 - begin, border - begin
+
+    assert_alike(*([sentences(e) for e in made.examples] for made in (fast, slow)))
+
+
 def test_ranges_left_by_truncation_agree(fast, slow):
     full = [[e for e in made.examples if len(e.a) + len(e.b) == ROOM] for made in (fast, slow)]
     for end in (0, -1):
@@ -183,6 +193,7 @@ def test_ranges_left_by_truncation_agree(fast, slow):
 def test_labels_agree_and_tell_the_order(fast, slow):
     for made in (fast, slow):
         assert all((e.a[0] > e.b[0]) == (e.label == 1) for e in made.examples)
+    assert_alike(*([e.label for e in made.examples] for made in (fast, slow)))
     assert_alike(*([(e.document, e.label) for e in made.examples] for made in (fast, slow)))
 
 
