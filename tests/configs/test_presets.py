@@ -40,3 +40,19 @@ def test_published_presets_have_the_published_sizes_and_settings(name):
     assert (training.learning_rate, training.gradient_clipping, training.optimizer.name) == (0.00176, 1.0, "lamb")
     assert (config.data.max_length, config.data.masking.max_predictions, config.data.masking.ngram) == (512, 77, 3)
     assert (config.model.hidden_dropout_prob, config.model.attention_probs_dropout_prob) == (0.0, 0.0)
+
+
+def test_the_chinese_preset_has_the_sizes_of_the_published_chinese_base():
+    """10.5 million without the heads: base with 21,128 pieces; the activation was relu."""
+    config = load_config("configs/chinese-base.yaml")
+    with torch.device("meta"):
+        model = Albert(config.model, config.data.vocab.size)
+    counts = {key: math.prod(value.shape) for key, value in model.named_parameters()}
+    heads = sum(count for key, count in counts.items() if key.startswith(("mlm_head", "sentence_head")))
+    fewer = 30_000 - 21_128
+    assert sum(counts.values()) - heads == PUBLISHED["base"][0] - 128 * fewer == 10_547_968
+    assert sum(counts.values()) == PUBLISHED["base"][1] - (128 + 1) * fewer
+    assert (config.data.language, config.model.hidden_act, config.data.vocab.size) == ("zh", "relu", 21_128)
+    base = load_config("configs/base.yaml")
+    assert config.model.model_copy(update={"hidden_act": base.model.hidden_act}) == base.model
+    assert config.training.model_copy(update={"output": base.training.output}) == base.training
