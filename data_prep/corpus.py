@@ -44,6 +44,10 @@ CHANGE_MARKS = (
     "updated",
 )
 """What stores tell of an object that changes with its content."""
+WHITE_IN_LINE = b" \t\r\x0b\x0c"
+WHITE = WHITE_IN_LINE + b"\n"
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r\x0b\x0c]*\n)+")
+LAST_BLANK_LINES = re.compile(rb"\n[ \t\r\x0b\x0c\n]+\Z")
 WIKI_BEGIN = re.compile(rb"\s*<doc [^>]*>\s*$")
 DOCTEST = re.compile(r"^\s*>>>", re.MULTILINE)
 RULE = re.compile(r"^\W+$")
@@ -325,28 +329,41 @@ def _unescaped(text: str, place: str) -> Document:
     return Document(text, place)
 
 
-def _line_start_after(file: BinaryIO, begin: int) -> tuple[int, bytes]:
-    """(first line start at or after `begin`, the line before it); moves `file` there."""
-    if begin == 0:
-        return 0, b""
-    start = begin - 1
-    # Back to the start of the line that holds the byte before `begin`.
-    while start > 0:
-        step = min(start, 2**16)
-        file.seek(start - step)
-        found = file.read(step).rfind(b"\n")
+def _first_line_start(file: BinaryIO, unit: Unit) -> int | None:
+    """Where the first line starts that starts in `unit`, or None. Reads no more than the unit."""
+    if unit.begin == 0:
+        return 0
+    position = unit.begin - 1
+    file.seek(position)
+    while position < unit.end - 1 and (content := file.read(READ_BYTES)):
+        found = content.find(b"\n")
         if found >= 0:
-            start = start - step + found + 1
-            break
-        start -= step
-    file.seek(start)
-    line = file.readline()
-    return start + len(line), line
+            start = position + found + 1
+            return start if start < unit.end else None
+        position += len(content)
+    return None
+
+
+def _follows_blank_line(file: BinaryIO, start: int) -> bool:
+    """Whether the line before the one that starts at `start` is blank, or there is none."""
+    place = max(0, start - 1)
+    while place > 0:
+        step = min(place, 4096)
+        file.seek(place - step)
+        content = file.read(step).rstrip(WHITE_IN_LINE)
+        if content:
+            return content.endswith(b"\n")
+        place -= step
+    return True
 
 
 def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, bytes]]:
     """(offset, line) from the first line that starts in `unit` to the end of the file."""
-    position, _ = _line_start_after(file, unit.begin) if unit.begin else (0, b"")
+    position = _first_line_start(file, unit)
+    if position is None:
+        return
+    if position:
+        file.seek(position)
     for line in file:
         yield position, line
         position += len(line)
@@ -354,30 +371,34 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, bytes]]:
 
 def _blocks(file: BinaryIO, unit: Unit) -> Iterator[Document]:
     """Runs of lines that are not blank; a block belongs to the unit in which it begins."""
-    position, before = _line_start_after(file, unit.begin) if unit.begin else (0, b"")
+    start = _first_line_start(file, unit)
+    if start is None:
+        return
     whole_file = unit.end >= unit.source.bytes
-    name = unit.source.name
-    block: list[bytes] = []
-    inside_earlier_block = bool(before.strip())
-    begin = position
-    for line in file:
-        if line.strip():
-            if not block and not inside_earlier_block:
-                if position >= unit.end and not whole_file:
-                    return
-                begin = position
-            if not inside_earlier_block:
-                block.append(line)
-        else:
-            inside_earlier_block = False
-            if block:
-                yield _decoded(b"".join(block), f"{name}:{begin}")
-                block = []
-            if position >= unit.end and not whole_file:
+    # Where the block that is read begins in `buffer`; None inside one that began in an earlier unit.
+    begin = 1 if _follows_blank_line(file, start) else None
+    if start:
+        file.seek(start)
+    # A line break comes before every line.
+    buffer, offset, searched = b"\n", start - 1, 0
+    while content := file.read(READ_BYTES):
+        buffer += content
+        # A gap that reaches the end may go on.
+        limit = len(buffer.rstrip(WHITE))
+        for gap in BLANK_LINES.finditer(buffer, searched, limit):
+            if begin is not None and gap.start() + 1 > begin:
+                yield _decoded(buffer[begin : gap.start() + 1], f"{unit.source.name}:{offset + begin}")
+            begin = gap.end()
+            if offset + begin >= unit.end and not whole_file:
                 return
-        position += len(line)
-    if block:
-        yield _decoded(b"".join(block), f"{name}:{begin}")
+        done = limit if begin is None else min(begin, limit)
+        buffer, offset, searched = buffer[done:], offset + done, limit - done
+        begin = None if begin is None else begin - done
+    rest = buffer[begin:] if begin is not None else b""
+    gap = LAST_BLANK_LINES.search(rest)
+    rest = rest[: gap.start() + 1] if gap else rest
+    if rest.strip():
+        yield _decoded(rest, f"{unit.source.name}:{offset + begin}")
 
 
 def _json_lines(file: BinaryIO, unit: Unit) -> Iterator[Document]:

@@ -130,7 +130,8 @@ class ExampleMaker:
             counts.corpus_tokens += len(found.ids)
             counts.unknown_tokens += int(np.count_nonzero(found.ids == UNK))
         counts.truncated_tokens += cut.truncated_tokens
-        self._lay_out_rows([found.ids for found in encoded], cut, identities)
+        if len(cut.labels):
+            self._lay_out_rows([found.ids for found in encoded], cut, identities)
 
     def _cut(self, documents: list[EncodedDocument], keys: list[int]) -> Cut:
         data = self._data

@@ -5,13 +5,15 @@ have the same score, SentencePiece's choice depends on what stands before it; su
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, count, repeat
 from typing import NamedTuple
 
 import numpy as np
 
 MAX_CHARACTERS = 4 * 2**20
-"""Of the words kept; beyond, all are forgotten, which bounds the memory."""
+"""Of the words kept, about 80 MB of memory."""
+MAX_MISSING = 0.2
+"""The share of words that are not kept at which all are forgotten."""
 
 
 class FoundWords(NamedTuple):
@@ -25,52 +27,70 @@ class FoundWords(NamedTuple):
 
 
 class WordIds:
-    """The ids of words, each encoded once by `encode` (words -> lists of ids); `pieces` are the vocabulary's."""
+    """The ids of words, kept once `encode` (words -> lists of ids) has found them; `pieces` are the vocabulary's.
+
+    What is kept is bounded: when it is full, words that are not in it are encoded anew each time, and when these
+    become many, as where a corpus changes its language, all are forgotten.
+    """
 
     def __init__(self, encode: Callable[[list[str]], list[list[int]]], pieces: Sequence[str], dtype: type[np.integer]):
         self._encode = encode
         self._pieces = pieces
+        self._first_characters = np.array([ord(piece[0]) for piece in pieces])
+        self._last_characters = np.array([ord(piece[-1]) for piece in pieces])
         self._dtype = dtype
         self._forget()
 
     def _forget(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._characters = 0
+        self._kept_characters = 0
         self._ids = np.empty(0, dtype=self._dtype)
         self._ends = np.zeros(1, dtype=np.int64)
-        self._lengths = np.empty(0, dtype=np.int64)
+        self._characters = np.empty(0, dtype=np.int64)
         self._ambiguous = np.empty(0, dtype=bool)
 
     def of(self, words: list[str]) -> FoundWords:
-        if self._characters > MAX_CHARACTERS:
-            self._forget()
-        numbers = self._numbers
-        unknown = set(words).difference(numbers)
-        if unknown:
-            self._add(list(unknown))
-        found = np.fromiter(map(numbers.__getitem__, words), dtype=np.int64, count=len(words))
-        begins = self._ends[found]
-        counts = self._ends[found + 1] - begins
+        is_full = self._kept_characters > MAX_CHARACTERS
+        found = np.fromiter(map(self._numbers.get, words, repeat(-1)), dtype=np.int64, count=len(words))
+        missing = np.flatnonzero(found < 0)
+        ids, ends, characters, ambiguous = self._ids, self._ends, self._characters, self._ambiguous
+        if len(missing):
+            missing_words = [words[place] for place in missing]
+            new = dict(zip(dict.fromkeys(missing_words), count(len(characters)), strict=False))
+            found[missing] = [new[word] for word in missing_words]
+            new_ids, new_ends, new_characters, new_ambiguous = self._encoded(list(new))
+            ids = np.concatenate((ids, new_ids))
+            ends = np.concatenate((ends, ends[-1] + new_ends))
+            characters = np.concatenate((characters, new_characters))
+            ambiguous = np.concatenate((ambiguous, new_ambiguous))
+            if not is_full:
+                self._numbers |= new
+                self._kept_characters += int(new_characters.sum())
+                self._ids, self._ends, self._characters, self._ambiguous = ids, ends, characters, ambiguous
+            elif len(missing) > MAX_MISSING * len(words):
+                self._forget()
+        begins = ends[found]
+        counts = ends[found + 1] - begins
         places = np.arange(counts.sum()) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        return FoundWords(self._ids[places], counts, self._lengths[found], self._ambiguous[found])
+        return FoundWords(ids[places], counts, characters[found], ambiguous[found])
 
-    def _add(self, words: list[str]) -> None:
+    def _encoded(self, words: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, ends, characters, whether ambiguous) of different words."""
         encoded = self._encode(words)
-        self._numbers.update(zip(words, range(len(self._numbers), len(self._numbers) + len(words)), strict=True))
-        lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        self._lengths = np.concatenate((self._lengths, lengths))
-        self._characters += int(lengths.sum())
-        flat = np.array([index for ids in encoded for index in ids], dtype=self._dtype)
-        self._ids = np.concatenate((self._ids, flat))
-        ends = self._ends[-1] + np.cumsum([len(ids) for ids in encoded])
-        self._ends = np.concatenate((self._ends, ends))
-        self._ambiguous = np.concatenate((self._ambiguous, [self._is_ambiguous(ids) for ids in encoded]))
+        ids = np.fromiter(chain.from_iterable(encoded), dtype=self._dtype)
+        counts = np.fromiter(map(len, encoded), dtype=np.int64, count=len(words))
+        characters = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        return ids, np.cumsum(counts), characters, self._ambiguous_words(ids, counts)
 
-    def _is_ambiguous(self, ids: list[int]) -> bool:
-        """Whether two neighbouring pieces could change places: `==`, `====` or `====`, `==`."""
-        for left, right in pairwise(ids):
-            if left != right:
-                first, second = self._pieces[left], self._pieces[right]
-                if first[-1] == second[-1] and first + second == second + first:
-                    return True
-        return False
+    def _ambiguous_words(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """bool: whether two neighbouring pieces of a word could change places: `==`, `====` or `====`, `==`."""
+        first, last = self._first_characters[ids], self._last_characters[ids]
+        word = np.repeat(np.arange(len(counts)), counts)
+        alike = (first[1:] == first[:-1]) & (last[1:] == last[:-1])
+        alike &= (ids[1:] != ids[:-1]) & (word[1:] == word[:-1])
+        ambiguous = np.zeros(len(counts), dtype=bool)
+        for place in np.flatnonzero(alike):
+            left, right = self._pieces[ids[place]], self._pieces[ids[place + 1]]
+            if left + right == right + left:
+                ambiguous[word[place]] = True
+        return ambiguous

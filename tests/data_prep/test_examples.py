@@ -1,3 +1,4 @@
+import gc
 import random
 import time
 import tracemalloc
@@ -64,6 +65,7 @@ def test_tokens_of_a_maker_stand_for_the_memory_its_rows_hold(vocabulary, data_c
         for text in texts:
             maker.add(Document(text, "place"))
         assert maker.counts.read == 2 * len(texts)
+        gc.collect()
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -79,9 +79,9 @@ def fast(texts, masking) -> Made:
     places, rows, starts, per_document, truncated = [], [], [], [], []
     for repeat in range(REPEATS):
         for number, text in enumerate(texts):
-            cut = sentence_pairs(
-                text.ends, np.flatnonzero(text.begins_word), repeat * DOCUMENTS + number, ROOM, 0.1, True
-            )
+            begins = np.flatnonzero(text.begins_word)
+            key = np.array([repeat * DOCUMENTS + number], dtype=np.uint64)
+            cut = sentence_pairs([text.ends], lambda _, begins=begins: begins, key, ROOM, 0.1, True)
             per_document.append((number, len(cut.pairs)))
             truncated.append(cut.truncated_tokens)
             for pair in cut.pairs:
