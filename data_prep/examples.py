@@ -25,7 +25,7 @@ RANDOM_B = 1
 ROW_TOKENS = 16
 """What a row holds in memory besides its ids, in the space of so many of them."""
 ROWS_AT_ONCE = 4096
-CHARACTERS_AT_ONCE = 2**18
+CHARACTERS_AT_ONCE = 2**19
 BAD_SAMPLES = 5
 BAD_SAMPLE_CHARACTERS = 80
 

@@ -92,7 +92,7 @@ class SampleUnit(PlannedWork):
         path = plan.sample(unit)
         if not path.exists():
             sample = sampled_documents(documents_of(plan, unit), plan.data, plan.seed, plan.sampling_rate)
-            lines = "".join(json.dumps([key, sentences]) + "\n" for key, sentences in sample)
+            lines = "".join(json.dumps([key, text]) + "\n" for key, text in sample)
             write_whole(path, lines)
         yield unit
 
@@ -212,7 +212,7 @@ def run_vocabulary(plan_path: str, beam_args: list[str]) -> None:
     """Train `spiece.model` on the merged sample. No pipeline, but a process of its own: it changes its folder."""
     plan = Plan.load(plan_path)
     paths = [plan.sample(unit) for unit in range(len(plan.units))]
-    sentences = merged_sample(paths, plan.data.vocab.sample_sentences)
+    sentences = merged_sample(paths, plan.data)
     first = next(sentences, None)
     if first is None:
         raise ConfigError(

@@ -14,6 +14,7 @@ from configs.schema import Config, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
 from data_prep.examples import shard_count
 from data_prep.files import located, opened, write_whole
+from data_prep.sampling import SENTENCE_BYTES
 from data_prep.shards import FORMAT, SPLITS, VOCABULARY
 from data_prep.vocabulary import Vocabulary
 
@@ -27,8 +28,6 @@ SAMPLES, HEARTBEATS, SPILLS, UNITS, SOURCES, SHARDS, SHARD_REPORTS = FOLDERS = (
     "shard-reports",
 )
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
-SENTENCE_BYTES = 400
-"""A generous guess at a sentence's share of the input, from which the sampling rate follows."""
 
 
 def data_settings(data: DataConfig) -> dict:

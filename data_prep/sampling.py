@@ -15,13 +15,19 @@ from data_prep.files import located
 from data_prep.randomness import digest64
 from data_prep.text import filter_reason, sentences_of
 
+SENTENCE_BYTES = 250
+"""A generous guess at a sentence's share of the input."""
 
-def sampled_documents(
-    documents: Iterable[Document], data: DataConfig, seed: int, rate: float
-) -> list[tuple[int, list[str]]]:
-    """(hash, sentences) of the documents with the smallest hashes, ascending, each text once."""
-    kept: dict[int, list[str]] = {}
-    sentences = 0
+
+def sampled_documents(documents: Iterable[Document], data: DataConfig, seed: int, rate: float) -> list[tuple[int, str]]:
+    """(hash, text) of the documents with the smallest hashes, ascending, each text once.
+
+    Those whose hash is below `rate` of its range, and no more than the sample can need: its sentences are counted
+    when it is merged, since splitting all that might be drawn would cost as much as the examples.
+    """
+    most = data.vocab.sample_sentences * SENTENCE_BYTES
+    kept: dict[int, str] = {}
+    characters = 0
     for document in documents:
         if document.problem:
             continue
@@ -29,36 +35,40 @@ def sampled_documents(
         key = digest64(seed, "sample", text)
         if not text or key in kept or key >= rate * 2**64 or filter_reason(text, data.filters):
             continue
-        kept[key] = sentences_of(text, data.language)
-        sentences += len(kept[key])
-        if sentences > 2 * data.vocab.sample_sentences:
-            kept = dict(_smallest(sorted(kept.items()), data.vocab.sample_sentences))
-            sentences = sum(len(found) for found in kept.values())
-    return list(_smallest(sorted(kept.items()), data.vocab.sample_sentences))
+        kept[key] = text
+        characters += len(text)
+        if characters > 2 * most:
+            kept = dict(_smallest(kept, most))
+            characters = sum(map(len, kept.values()))
+    return list(_smallest(kept, most))
 
 
-def merged_sample(paths: Iterable[Path], sample_sentences: int) -> Iterator[str]:
-    """The sentences of the whole sample, from the units' files (lines of JSON: [hash, sentences])."""
-    files = [_lines(path) for path in paths]
-    for _, sentences in _smallest(heapq.merge(*files), sample_sentences):
+def _smallest(documents: dict[int, str], characters: int) -> Iterator[tuple[int, str]]:
+    """Those with the smallest hashes that together have `characters`."""
+    taken = 0
+    for key in sorted(documents):
+        if taken >= characters:
+            return
+        taken += len(documents[key])
+        yield key, documents[key]
+
+
+def merged_sample(paths: Iterable[Path], data: DataConfig) -> Iterator[str]:
+    """The sentences of the whole sample, from the units' files (lines of JSON: [hash, text])."""
+    taken, last = 0, None
+    for key, text in heapq.merge(*map(_lines, paths)):
+        if key == last:
+            continue
+        if taken >= data.vocab.sample_sentences:
+            return
+        last = key
+        sentences = sentences_of(text, data.language)
+        taken += len(sentences)
         yield from sentences
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with located(path).open(encoding="utf-8", errors="surrogatepass") as file:
         for line in file:
-            key, sentences = json.loads(line)
-            yield key, sentences
-
-
-def _smallest(documents: Iterable[tuple[int, list[str]]], sample_sentences: int) -> Iterator[tuple[int, list[str]]]:
-    """The first of `documents` (ascending, repeats dropped) that together have `sample_sentences` sentences."""
-    taken, last = 0, None
-    for key, sentences in documents:
-        if key == last:
-            continue
-        if taken >= sample_sentences:
-            return
-        last = key
-        taken += len(sentences)
-        yield key, sentences
+            key, text = json.loads(line)
+            yield key, text

@@ -18,9 +18,9 @@ def merged(tmp_path, groups: list[list[Document]], data, seed: int, rate: float 
     paths = []
     for number, group in enumerate(groups):
         paths.append(tmp_path / f"{number}.jsonl")
-        lines = [json.dumps([key, sentences]) + "\n" for key, sentences in sampled_documents(group, data, seed, rate)]
+        lines = [json.dumps([key, text]) + "\n" for key, text in sampled_documents(group, data, seed, rate)]
         paths[-1].write_text("".join(lines))
-    return list(merged_sample(paths, data.vocab.sample_sentences))
+    return list(merged_sample(paths, data))
 
 
 def test_the_sample_does_not_depend_on_units_or_the_order_of_documents(tmp_path, documents, data_config):
