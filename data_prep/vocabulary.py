@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ MAX_SENTENCE_BYTES = 4192
 """SentencePiece skips longer training lines."""
 MAX_LINE_PART = 1000
 """Characters that are sure to fit in a training line."""
+PART_CHARACTERS = 2**20
+"""A longer document is encoded in parts, which bounds the memory."""
 ENCODE_CHARACTERS = 50_000
 """Characters encoded at once: bounds the memory of the lattice, far above the cost of a call."""
 UNSPACED_SCRIPTS = frozenset(
@@ -233,7 +235,22 @@ class Vocabulary:
         """
         if not texts:
             return []
-        documents = self._normalized([segments_of(text.replace("\0", ""), language) for text in texts])
+        parts: list[list[str]] = []
+        counts = []
+        for text in texts:
+            found = _parts(segments_of(text.replace("\0", ""), language), PART_CHARACTERS)
+            parts += found
+            counts.append(len(found))
+        if len(parts) > len(texts):
+            # A document that is longer than many others together takes its turn in parts.
+            encoded = [self._encode_segments([part])[0] for part in parts]
+        else:
+            encoded = self._encode_segments(parts)
+        borders = pairwise(accumulate(counts, initial=0))
+        return [_joined(encoded[begin:end]) for begin, end in borders]
+
+    def _encode_segments(self, documents: list[list[str]]) -> "list[EncodedDocument]":
+        documents = self._normalized(documents)
         if not self._pieces_keep_within_words or any(2 * WORD_SEPARATOR in document.text for document in documents):
             return [self._encoded_whole(document) for document in documents]
         words = "".join(document.text for document in documents).split(WORD_SEPARATOR)[1:]
@@ -340,6 +357,29 @@ class Vocabulary:
         apart = self._processor.encode(raw, num_threads=1)
         ids = np.array([index for part in apart for index in part], dtype=self.id_dtype)
         return ids, np.cumsum([len(part) for part in apart])
+
+
+def _parts(segments: list[str], characters: int) -> list[list[str]]:
+    """`segments` in parts of little more than `characters`, which end where white space follows; at least one part."""
+    parts, size = [[]], 0
+    for segment in segments:
+        if size > characters and (parts[-1][-1][-1].isspace() or segment[0].isspace()):
+            parts.append([])
+            size = 0
+        parts[-1].append(segment)
+        size += len(segment)
+    return parts
+
+
+def _joined(parts: "list[EncodedDocument]") -> "EncodedDocument":
+    if len(parts) == 1:
+        return parts[0]
+    offsets = accumulate((len(part.ids) for part in parts[:-1]), initial=0)
+    return EncodedDocument(
+        " ".join(part.normalized for part in parts if part.normalized),
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([offset + part.ends for offset, part in zip(offsets, parts, strict=True)]),
+    )
 
 
 class NormalizedDocument(NamedTuple):

@@ -98,6 +98,15 @@ def test_documents_longer_than_an_encoded_group_are_encoded_as_their_sentences(v
     assert_encoded_by_sentence(vocabulary, text)
 
 
+def test_long_documents_are_encoded_alike_in_parts(vocabulary, pseudo_documents, monkeypatch):
+    texts = [" ".join(pseudo_documents(20, 5)), *pseudo_documents(3, 6), ""]
+    whole = vocabulary.encode_documents(texts, "en")
+    monkeypatch.setattr("data_prep.vocabulary.PART_CHARACTERS", 100)
+    for found, expected in zip(vocabulary.encode_documents(texts, "en"), whole, strict=True):
+        assert found.normalized == expected.normalized
+        assert found.ids.tolist() == expected.ids.tolist() and found.ends.tolist() == expected.ends.tolist()
+
+
 awkward = st.text(st.sampled_from("ab .!?\n'`\u2019\uff07\u200b\u00a0\u2581\u0301é東ﬁ(\"-\0☃\u0345ßİ"), max_size=60)
 
 
