@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.engines
 ROOT = Path(__file__).parents[2]
 FILES = 12
 
@@ -93,13 +94,12 @@ def wait_for_port(port: int) -> None:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.engines)])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_worker_processes_make_the_same_bytes(job, expected, workers):
     options = ["--direct_running_mode=multi_processing", f"--direct_num_workers={workers}"]
     assert job(f"workers-{workers}", *options) == expected
 
 
-@pytest.mark.engines
 def test_prism_makes_the_same_bytes(job, expected):
     prism = shutil.which("prism")
     if prism is None:
@@ -107,7 +107,6 @@ def test_prism_makes_the_same_bytes(job, expected):
     assert job("prism", "--runner=PrismRunner", f"--prism_location={prism}") == expected
 
 
-@pytest.mark.engines
 def test_a_job_server_makes_the_same_bytes(job, expected, programs):
     port = free_port()
     programs("apache_beam.runners.portability.local_job_service_main", "--port", str(port))
@@ -133,12 +132,10 @@ def dask(programs) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:
         yield ["--runner=DaskRunner", f"--dask_client_address={address}", "--dask_npartitions=6"], workers
 
 
-@pytest.mark.engines
 def test_dask_makes_the_same_bytes(job, expected, dask):
     assert job("dask", *dask[0]) == expected
 
 
-@pytest.mark.engines
 def test_a_worker_that_dies_half_way_does_not_show(job, expected, dask):
     options, nannies = dask
 
@@ -153,7 +150,6 @@ def test_a_worker_that_dies_half_way_does_not_show(job, expected, dask):
     assert job("dask-killed", *options, during=kill_a_worker) == expected
 
 
-@pytest.mark.engines
 def test_a_job_that_stands_still_is_ended_with_its_logs_end(folder, write_config, data_prep):
     inputs = [{"kind": "text", "path": str(folder / "*.txt")}]
     config = write_config(folder, "stuck", inputs=inputs, vocab={"size": 400}, stall_seconds=4)
@@ -188,3 +184,30 @@ def test_the_work_ends_with_the_driver(folder, write_config, data_prep):
     process.communicate()
     _, alive = psutil.wait_procs(started, timeout=5)
     assert not alive
+
+
+def test_a_job_killed_in_every_phase_goes_on_to_the_same_bytes(folder, write_config, data_prep, expected):
+    inputs = [{"kind": "text", "path": str(folder / "*.txt")}]
+    vocab = {"size": 400, "sample_sentences": 2000}
+    config = write_config(folder, "killed", inputs=inputs, vocab=vocab, stall_seconds=120)
+    output = folder / "killed"
+    kills = 0
+    for sign in (
+        ".work-*/samples/*.jsonl",
+        ".work-*/vocabulary.log",
+        ".work-*/spiece.model",
+        ".work-*/units/*.json",
+        ".work-*/shard-reports/*.json",
+        "train-*.arrow",
+    ):
+        process = data_prep("--config", config)
+        while process.poll() is None and not any(output.glob(sign)):
+            time.sleep(0.0005)
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+    assert kills >= 5
+    process = data_prep("--config", config)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != ".lock"} == expected
