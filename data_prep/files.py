@@ -14,7 +14,7 @@ from upath import UPath
 
 from configs.schema import ConfigError
 
-WHOLE_ON_ARRIVAL = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+WHOLE_ON_ARRIVAL = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """Stores that show an object only when all of it has arrived; elsewhere a rename makes it so."""
 COPY_BYTES = 2**20
 
@@ -41,6 +41,19 @@ def located(place: str | os.PathLike) -> Path:
         ) from None
     except Exception as error:
         raise ConfigError(f"{place} cannot be reached: {one_line(error)}") from None
+
+
+def reached(place: str | os.PathLike) -> Path:
+    """`located(place)`, after a look at it if it is a URL. Raises `ConfigError` where its store does not answer."""
+    path = located(place)
+    if is_url(path):
+        try:
+            path.fs.info(path.path)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise ConfigError(f"{place} cannot be reached: {one_line(error)}") from None
+    return path
 
 
 def one_line(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from configs.schema import Config, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
-from data_prep.examples import shard_count
-from data_prep.files import located, opened, write_whole
+from data_prep.examples import EXAMPLES_VERSION, shard_count
+from data_prep.files import located, opened, reached, write_whole
 from data_prep.sampling import SENTENCE_BYTES
 from data_prep.shards import FORMAT, SPLITS, VOCABULARY
 from data_prep.vocabulary import Vocabulary
@@ -53,9 +53,17 @@ class Plan:
     def make(cls, config: Config) -> "Plan":
         """Look at the inputs; raises `ConfigError` where one is missing or the given vocabulary cannot be used."""
         data = config.data
+        reached(data.output)
         sources = tuple(list_sources(data.inputs))
         given = Vocabulary.load(data.vocab.model).digest if data.vocab.model else None
-        identity = [FORMAT, data_settings(data), config.seed, [source.identity for source in sources], given]
+        identity = [
+            FORMAT,
+            EXAMPLES_VERSION,
+            data_settings(data),
+            config.seed,
+            [source.identity for source in sources],
+            given,
+        ]
         return cls(data, config.seed, sources, fingerprint(identity))
 
     @classmethod

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
-from data_prep.files import entry_names, is_url, moved, remove_folder, sync_folder, write_whole
+from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
 from data_prep.locks import Lock, locked
 from data_prep.plan import FOLDERS, HEARTBEATS, Plan
 from data_prep.progress import Progress
@@ -66,10 +66,19 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
         try:
             _run_steps(plan, beam_args, lock, console)
             manifest = _manifest(plan)
+            _move_into_place(plan, manifest)
         except ConfigError:
             remove_folder(plan.work)
             raise
-        _move_into_place(plan, manifest)
+        except StepFailedError:
+            raise
+        except Exception as error:
+            if not is_url(plan.output):
+                raise
+            # Stores have errors of their own for networks that fail.
+            raise StepFailedError(
+                f"{plan.output}: {one_line(error)[:REASON_CHARACTERS]}; the same command goes on from here"
+            ) from error
     _print_summary(plan, manifest, console)
     return Dataset.open(plan.output)
 

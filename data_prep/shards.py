@@ -22,9 +22,9 @@ from data_prep.files import (
     COPY_BYTES,
     file_sizes,
     is_url,
-    located,
     one_line,
     opened,
+    reached,
     replaced_file,
     sha256_of,
     write_whole,
@@ -187,7 +187,7 @@ class Dataset:
     @classmethod
     def open(cls, folder: str | os.PathLike) -> "Dataset":
         """Read the manifest and check the presence and size of every file it names; raises `ConfigError`."""
-        folder = located(folder)
+        folder = reached(folder)
         manifest = read_manifest(folder)
         if manifest is None:
             raise ConfigError(f"no prepared data in {folder} ({MANIFEST} is missing): run python -m data_prep first")

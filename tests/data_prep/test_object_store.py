@@ -170,3 +170,14 @@ def test_a_folder_in_a_store_has_one_writer_at_a_time(store, monkeypatch):
     write_whole(located("s3://albert/held/.lock"), json.dumps(lease))
     with locked("s3://albert/held"):
         assert json.loads(store.cat_file("albert/held/.lock"))["pid"] == os.getpid()
+
+
+def test_a_store_that_does_not_answer_is_refused_in_one_line(corpus, overrides, monkeypatch):
+    for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for changed in ({}, {"data__inputs": f"[{{kind: jsonl, path: '{corpus}/corpus/*.jsonl*'}}]"}):
+        for module in ("data_prep", "training.pretrain"):
+            process = run("-m", module, *settings(corpus, **{**overrides, **changed}))
+            lines = process.stderr.strip().splitlines()
+            assert process.returncode == 2 and len(lines) == 1, process.stderr
+            assert lines[0].startswith("error: ") and "cannot be reached" in lines[0]
