@@ -249,10 +249,15 @@ class Vocabulary:
         borders = pairwise(accumulate(counts, initial=0))
         return [_joined(encoded[begin:end]) for begin, end in borders]
 
-    def _encode_segments(self, documents: list[list[str]]) -> "list[EncodedDocument]":
-        documents = self._normalized(documents)
-        if not self._pieces_keep_within_words or any(2 * WORD_SEPARATOR in document.text for document in documents):
+    def _encode_segments(self, segments: list[list[str]]) -> "list[EncodedDocument]":
+        documents = self._normalized(segments)
+        if not self._pieces_keep_within_words:
             return [self._encoded_whole(document) for document in documents]
+        if any(2 * WORD_SEPARATOR in document.text for document in documents):
+            # An empty word: one document is encoded whole, and not those that came with it.
+            if len(documents) == 1:
+                return [self._encoded_whole(documents[0])]
+            return [self._encode_segments([document])[0] for document in segments]
         words = "".join(document.text for document in documents).split(WORD_SEPARATOR)[1:]
         found = self._word_ids.of(words)
         text_ends = np.cumsum([len(document.text) for document in documents])

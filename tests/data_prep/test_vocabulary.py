@@ -122,6 +122,15 @@ def test_awkward_documents_are_encoded_as_they_stand(vocabulary, text):
     assert ends[-1:] == ([len(vocabulary.encode(text))] if vocabulary.encode(text) else [])
 
 
+@given(st.lists(awkward, min_size=2, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_documents_encoded_together_are_encoded_as_if_alone(vocabulary, texts):
+    for together, text in zip(vocabulary.encode_documents(texts, "en"), texts, strict=True):
+        alone = vocabulary.encode_document(text, "en")
+        assert together.normalized == alone.normalized
+        assert together.ids.tolist() == alone.ids.tolist() and together.ends.tolist() == alone.ends.tolist()
+
+
 def test_sentences_that_no_space_parts_end_where_they_end(train, data_config):
     rng = np.random.default_rng(4)
     characters = [chr(0x4E00 + number) for number in range(300)]
