@@ -100,7 +100,7 @@ class Unit:
 
 def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
     """Every input file and package, in a fixed order; raises `ConfigError` where an entry matches nothing."""
-    sources = []
+    sources, names = [], set()
     for position, settings in enumerate(inputs):
         key = f"data.inputs.{position}.path"
         if settings.kind == "docstrings":
@@ -112,6 +112,9 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
         for path, size, mark in matches:
             identity = fingerprint([settings.model_dump(mode="json"), path, size, mark])
             name = os.path.relpath(path, _fixed_folder(settings.path))
+            if name in names:
+                name = f"{position}/{name}"
+            names.add(name)
             sources.append(Source(settings, path, name, size, identity))
     return sources
 
@@ -235,11 +238,18 @@ class UnitReader:
                 raise OSError(f"it has no column {field} (its columns: {', '.join(file.schema_arrow.names)})")
             self._position = lambda: self._unit.bytes * row // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    if isinstance(value, str):
-                        yield Document(value, f"{source.name}:{row}")
+                column = batch.column(0)
+                if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+                    # Bytes, for pyarrow ends at the first that are no UTF-8.
+                    column = column.cast(pa.large_binary())
+                for value in column.to_pylist():
+                    place = f"{source.name}:{row}"
+                    if isinstance(value, bytes):
+                        yield _decoded(value, place)
+                    elif isinstance(value, str):
+                        yield Document(value, place)
                     else:
-                        yield Document("" if value is None else str(value), f"{source.name}:{row}", "missing_field")
+                        yield Document("" if value is None else str(value), place, "missing_field")
                     row += 1
 
 
@@ -381,7 +391,8 @@ def _blocks(file: BinaryIO, unit: Unit) -> Iterator[Document]:
         file.seek(start)
     # A line break comes before every line.
     buffer, offset, searched = b"\n", start - 1, 0
-    while content := file.read(READ_BYTES):
+    # Ever more of a block without end, so that the time is linear.
+    while content := file.read(max(READ_BYTES, len(buffer))):
         buffer += content
         # A gap that reaches the end may go on.
         limit = len(buffer.rstrip(WHITE))
@@ -391,6 +402,8 @@ def _blocks(file: BinaryIO, unit: Unit) -> Iterator[Document]:
             begin = gap.end()
             if offset + begin >= unit.end and not whole_file:
                 return
+        if begin is None and offset + limit >= unit.end and not whole_file:
+            return
         done = limit if begin is None else min(begin, limit)
         buffer, offset, searched = buffer[done:], offset + done, limit - done
         begin = None if begin is None else begin - done

@@ -5,7 +5,6 @@ This is the whole content of data preparation, with no engine in it: the Beam jo
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -265,14 +264,12 @@ def _with_strangers(table: pa.Table, seed: int) -> pa.Table:
     order = np.argsort(sizes, kind="stable")
     rows: list[np.ndarray] = [np.array([])] * len(table)
     labels = np.where(stranger, RANDOM_B, IN_ORDER).astype(np.int8)
-    for rank, row in enumerate(order):
+    neighbours = _nearest_of_another_document(documents[order])
+    for row, other in zip(order, order[neighbours], strict=True):
         begin, end = offsets[row], offsets[row + 1]
         if not stranger[row]:
             rows[row] = values[begin:end]
             continue
-        longer = (other for other in order[rank + 1 :] if documents[other] != documents[row])
-        shorter = (other for other in order[:rank][::-1] if documents[other] != documents[row])
-        other = next(chain(longer, shorter))
         excess = max(0, sizes[other] - sizes[row])
         first = offsets[other] + starts[other] + (excess if at_front[row] else 0)
         b = values[first : first + min(sizes[other], sizes[row])]
@@ -280,6 +277,16 @@ def _with_strangers(table: pa.Table, seed: int) -> pa.Table:
     lengths = np.array([len(row) for row in rows])
     table = _with_column(table, "input_ids", _lists(rows, lengths, table.schema.field("input_ids").type))
     return _with_column(table, "sentence_label", pa.array(labels))
+
+
+def _nearest_of_another_document(documents: np.ndarray) -> np.ndarray:
+    """int64: for each place the next place of another document, or if there is none the last one before."""
+    changes = np.flatnonzero(documents[1:] != documents[:-1])
+    places = np.arange(len(documents))
+    run = np.searchsorted(changes, places)
+    after = np.append(changes + 1, -1)[run]
+    before = np.append(-1, changes)[run]
+    return np.where(after >= 0, after, before)
 
 
 def _with_static_masks(table: pa.Table, vocabulary: Vocabulary, data: DataConfig, seed: int) -> pa.Table:

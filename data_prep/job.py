@@ -12,12 +12,11 @@ progress, whatever the engine. Writes are idempotent, since engines may run an e
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -41,8 +40,6 @@ SPILL_TOKENS = 16 * 2**20
 
 HEARTBEAT_SECONDS = 5.0
 REMOTE_HEARTBEAT_SECONDS = 30.0
-PARENT_SECONDS = 0.2
-"""How often a step's process looks whether the driver still lives."""
 
 Place = tuple[int, int, int, int]
 """Where some rows of a shard lie: (unit, part, first byte, byte after the last) of a spill file."""
@@ -70,7 +67,8 @@ def documents_of(plan: Plan, unit: int, examples: Callable[[], int] = lambda: 0)
         for document in reader:
             yield document
             if time.monotonic() >= due:
-                write_whole(plan.heartbeat(unit), json.dumps({"bytes": reader.bytes_read, "examples": examples()}))
+                with suppress(OSError):
+                    write_whole(plan.heartbeat(unit), json.dumps({"bytes": reader.bytes_read, "examples": examples()}))
                 due = time.monotonic() + interval
     except OSError as error:
         write_whole(plan.failure, str(error))
@@ -227,16 +225,8 @@ def run_vocabulary(plan_path: str, beam_args: list[str]) -> None:
 STEPS = {"sample": run_sample, "vocabulary": run_vocabulary, "examples": run_examples}
 
 
-def _end_with_driver(driver: int) -> None:
-    """End this process and the workers in its group when `driver` has died: nobody would move their work into place."""
-    while os.getppid() == driver:
-        time.sleep(PARENT_SECONDS)
-    os.killpg(0, signal.SIGKILL)
-
-
 def main() -> None:
     """Entry point of a step's process: `step plan_path [Beam options]`."""
     step, plan_path, *beam_args = sys.argv[1:]
-    threading.Thread(target=_end_with_driver, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.INFO)
     run_command(lambda: STEPS[step](plan_path, beam_args))

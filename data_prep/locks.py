@@ -8,12 +8,18 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from configs.schema import ConfigError
 from data_prep.files import is_url, located
+
+
+class LockLostError(ConfigError):
+    """What was held is another's now: nothing may be written or removed."""
+
 
 LOCK_NAME = ".lock"
 LOCK_ATTEMPTS = 20
@@ -24,9 +30,16 @@ LEASE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Lock:
-    """A held lock. A child process that inherits `descriptor` (`pass_fds`) holds it too; a lease has none."""
+    """A held lock. A child process that inherits `descriptor` (`pass_fds`) holds it too; a lease has none, and may be
+    lost to another process where it could not be renewed in time."""
 
     descriptor: int | None
+    lost: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raises `ConfigError` if another process took the lease over."""
+        if self.lost.is_set():
+            raise LockLostError("another process took over the data folder while its store could not be reached")
 
     @property
     def descriptors(self) -> list[int]:
@@ -40,24 +53,28 @@ class Lock:
 
 
 @contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[Lock]:
-    """Hold the one writer's lock of `folder`, which is made if need be; raises `ConfigError` if another holds it."""
-    with _leased(located(folder)) if is_url(folder) else _flocked(Path(folder)) as lock:
+def locked(folder: str | os.PathLike, wait: bool = False) -> Iterator[Lock]:
+    """Hold the one writer's lock of `folder`, which is made if need be.
+
+    Raises `ConfigError` if another holds it; with `wait`, for a local folder, waits until it does not.
+    """
+    with _leased(located(folder)) if is_url(folder) else _flocked(Path(folder), wait) as lock:
         yield lock
 
 
 @contextmanager
-def _flocked(folder: Path) -> Iterator[Lock]:
+def _flocked(folder: Path, wait: bool) -> Iterator[Lock]:
     """The kernel's lock (flock): it ends with the last process that holds it, however that ends. A folder that holds
     nothing else in the end is removed."""
     path = folder / LOCK_NAME
+    descriptor = _opened_lock(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
-    try:
-        if not _is_locked(descriptor, path):
+        while not _is_locked(descriptor, path, wait):
+            if wait:
+                # The holder removed the file.
+                os.close(descriptor)
+                descriptor = _opened_lock(path)
+                continue
             holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
             raise ConfigError(
                 f"{folder} is being written by process {holder}: wait for it, or stop it (kill {holder}) first"
@@ -74,12 +91,21 @@ def _flocked(folder: Path) -> Iterator[Lock]:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int, path: Path) -> bool:
-    """Lock `descriptor`, trying for two seconds: others look whether it is held, and orphans take a moment to end.
+def _opened_lock(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path.parent} cannot be written: {error.strerror}") from None
+
+
+def _is_locked(descriptor: int, path: Path, wait: bool) -> bool:
+    """Lock `descriptor`, trying for two seconds, with `wait` for ever: others look whether it is held, and orphans
+    take a moment to end.
 
     False too where `path` is meanwhile another file: a lock on a removed file would hold nobody back.
     """
-    for _ in range(LOCK_ATTEMPTS):
+    for _ in count() if wait else range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,24 +132,33 @@ def _leased(folder: Path) -> Iterator[Lock]:
     if found is None or found["token"] != token:
         raise ConfigError(f"{folder} is being written by {_holder(found)}: wait for it, or stop it first")
     ended = threading.Event()
+    lock = Lock(None)
+
+    def is_ours() -> bool:
+        lease = _read_lease(path)
+        return lease is not None and lease["token"] == token
 
     def renew() -> None:
         renewal = 0
         while not ended.wait(RENEWAL_SECONDS):
             renewal += 1
-            try:
+            # A store that does not answer is asked again.
+            with suppress(Exception):
+                if not is_ours():
+                    lock.lost.set()
+                    return
                 _renew(path, token, renewal)
-            except OSError:
-                continue
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()
     try:
-        yield Lock(None)
+        yield lock
     finally:
         ended.set()
         thread.join()
-        path.unlink(missing_ok=True)
+        with suppress(Exception):
+            if is_ours():
+                path.unlink(missing_ok=True)
 
 
 def _wait_for_stale(path: Path, folder: Path) -> None:

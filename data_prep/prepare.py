@@ -24,7 +24,7 @@ from rich.console import Console
 from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
-from data_prep.locks import Lock, locked
+from data_prep.locks import Lock, LockLostError, locked
 from data_prep.plan import FOLDERS, HEARTBEATS, Plan
 from data_prep.progress import Progress
 from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
@@ -66,7 +66,10 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
         try:
             _run_steps(plan, beam_args, lock, console)
             manifest = _manifest(plan)
+            lock.check()
             _move_into_place(plan, manifest)
+        except LockLostError:
+            raise
         except ConfigError:
             remove_folder(plan.work)
             raise
@@ -171,7 +174,8 @@ def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -
 
 def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
     """Run one step in a process of its own, with its progress shown; ends it where it stands still."""
-    command = [sys.executable, "-c", "from data_prep.job import main; main()", step, str(plan.path), *beam_args]
+    start = f"from data_prep.step import main; main({os.getpid()})"
+    command = [sys.executable, "-c", start, step, str(plan.path), *beam_args]
     log = _log_of(plan, step)
     stuck = False
     with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
@@ -185,6 +189,7 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 if time.monotonic() - looked >= progress.seconds_between_looks:
                     progress.look()
                     looked = time.monotonic()
+                lock.check()
                 stuck = 0 < plan.data.stall_seconds < progress.idle_seconds
                 if stuck:
                     break

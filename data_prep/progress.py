@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from data_prep.files import entry_names, is_url
-from data_prep.plan import HEARTBEATS, SAMPLES, SHARD_REPORTS, UNITS, Plan
+from data_prep.plan import HEARTBEATS, SAMPLES, SHARD_REPORTS, SOURCES, UNITS, Plan
 
 POLL_SECONDS = 0.2
 REMOTE_POLL_SECONDS = 3.0
@@ -103,8 +103,9 @@ class Progress:
             beats.append((number, *beat.values()))
             done += beat.get("bytes", 0)
             examples += beat.get("examples", 0)
+        sources = len(entry_names(plan.work / SOURCES))
         shards = sum(not name.startswith(".") for name in entry_names(plan.work / SHARD_REPORTS))
-        return Done(done, examples, shards), (len(finished), shards, tuple(beats))
+        return Done(done, examples, shards), (len(finished), sources, shards, tuple(beats))
 
     def _beat(self, unit: int) -> dict:
         try:

@@ -15,6 +15,7 @@ from data_prep.files import located
 from data_prep.randomness import digest64
 from data_prep.text import filter_reason, sentences_of
 
+LINES_BYTES = 2**16
 SENTENCE_BYTES = 250
 """A generous guess at a sentence's share of the input."""
 
@@ -68,7 +69,15 @@ def merged_sample(paths: Iterable[Path], data: DataConfig) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with located(path).open(encoding="utf-8", errors="surrogatepass") as file:
-        for line in file:
-            key, text = json.loads(line)
+    """A unit's sample; the file is open only while some of it is read, for there may be many thousand units."""
+    place, offset = located(path), 0
+    while True:
+        with place.open("rb") as file:
+            file.seek(offset)
+            lines = file.readlines(LINES_BYTES)
+        if not lines:
+            return
+        offset += sum(map(len, lines))
+        for line in lines:
+            key, text = json.loads(line.decode("utf-8", "surrogatepass"))
             yield key, text

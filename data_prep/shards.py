@@ -231,7 +231,7 @@ class Dataset:
         if not is_url(self.folder):
             return self
         folder = Path(cache, self.digest)
-        with locked(folder):
+        with locked(folder, wait=True):
             if not (folder / MANIFEST).exists() or check:
                 self._copy_missing(folder, tell)
                 write_whole(folder / MANIFEST, json.dumps(self.manifest))

@@ -20,7 +20,7 @@ import numpy as np
 import sentencepiece
 
 from configs.schema import ConfigError, DataConfig
-from data_prep.files import opened
+from data_prep.files import reached
 from data_prep.text import MAX_WORD_CHARACTERS, WORD_SEPARATOR, normalization_rules, segments_of
 from data_prep.words import WordIds
 
@@ -150,7 +150,7 @@ class Vocabulary:
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Vocabulary":
         try:
-            with opened(path) as file:
+            with reached(path).open("rb") as file:
                 return cls(file.read(), source=str(path))
         except OSError as error:
             raise ConfigError(f"vocabulary {path} cannot be read: {error.strerror or error}") from None

@@ -1,6 +1,7 @@
 import bz2
 import gzip
 import hashlib
+import io
 import json
 import sys
 from dataclasses import replace
@@ -317,3 +318,38 @@ def test_units_cover_a_file_without_overlap(tmp_path):
     assert [unit.begin for unit in units] == [0, *(unit.end for unit in units[:-1])]
     assert units[-1].end == large.bytes == sum(unit.bytes for unit in units)
     assert len({unit.identity for unit in units}) == len(units)
+
+
+def test_parquet_rows_that_are_no_unicode_are_named(tmp_path):
+    texts = pa.array([b"one", b"\xff\xfe", b"three"]).view(pa.string())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    found = documents_of(tmp_path / "a.parquet", kind="parquet")
+    assert [document.problem for document in found] == [None, "invalid_utf8", None]
+    assert [document.text for document in found][::2] == ["one", "three"]
+
+
+def test_files_of_one_name_in_two_inputs_are_told_apart(tmp_path):
+    inputs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text("same")
+        inputs.append(InputConfig(kind="text", path=str(tmp_path / name / "*.txt")))
+    assert len({source.name for source in list_sources(tuple(inputs))}) == 2
+
+
+def test_text_without_blank_lines_is_read_about_once(tmp_path, monkeypatch):
+    path = tmp_path / "lines.txt"
+    path.write_bytes(b"a sentence of some words.\n" * 4000)
+    monkeypatch.setattr(corpus, "READ_BYTES", 1000)
+    read = 0
+
+    class Counted(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            nonlocal read
+            content = super().read(size)
+            read += len(content)
+            return content
+
+    monkeypatch.setattr(corpus, "opened", lambda place: Counted(place))
+    found = read_in_units(path, [*range(10_000, 100_000, 10_000)])
+    assert len(found) == 1 and read < 3 * path.stat().st_size

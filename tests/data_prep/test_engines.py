@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from data_prep.locks import locked
+
 pytestmark = pytest.mark.engines
 ROOT = Path(__file__).parents[2]
 FILES = 12
@@ -211,3 +213,26 @@ def test_a_job_killed_in_every_phase_goes_on_to_the_same_bytes(folder, write_con
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != ".lock"} == expected
+
+
+def test_a_step_ends_with_a_driver_that_dies_while_it_starts(folder, write_config, data_prep):
+    inputs = [{"kind": "text", "path": str(folder / "*.txt")}]
+    config = write_config(folder, "early", inputs=inputs, vocab={"size": 400})
+    process = data_prep("--config", config)
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.001)
+    started = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(started, timeout=3)
+    assert not alive
+
+
+def test_another_process_waits_for_the_lock_where_it_may(tmp_path):
+    begin = time.monotonic()
+    code = f"import time; from data_prep.locks import locked\nwith locked('{tmp_path}/x'):\n print(flush=True)"
+    code += "; time.sleep(4)"
+    holder = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1)
+    holder.stdout.readline()
+    with locked(tmp_path / "x", wait=True):
+        assert holder.wait(5) == 0 and time.monotonic() - begin > 3

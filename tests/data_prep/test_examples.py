@@ -118,3 +118,18 @@ def test_every_token_of_a_document_is_in_its_rows_in_order_or_counted(
         rest = iter(tokens)
         assert all(token in rest for token in kept)
         assert len(kept) + maker.counts.truncated_tokens == maker.counts.corpus_tokens == len(tokens)
+
+
+def test_strangers_are_found_in_linear_time_beside_a_dominant_document(vocabulary, data_config, pseudo_documents):
+    data = data_config(sentence_objective="nsp", max_length=32, shards=1, validation_fraction=1e-9)
+    taken = []
+    for size in (100, 400):
+        maker = ExampleMaker(vocabulary, data, seed=1)
+        for place, text in enumerate([" ".join(pseudo_documents(size, 7)), *pseudo_documents(3, 8)]):
+            maker.add(Document(text, str(place)))
+        batches = list(maker.take_rows().values())
+        begin = time.process_time()
+        table = examples.finish_shard(batches, vocabulary, data, 1).table
+        taken.append((time.process_time() - begin, len(table)))
+    (short, few), (long, many) = taken
+    assert many > 3 * few and long < 10 * short

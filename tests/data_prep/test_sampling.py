@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 
@@ -52,3 +53,13 @@ def test_unusable_documents_are_not_drawn(tmp_path, documents, data_config):
     bad = [Document("broken", "a:0", "broken_json"), Document(" \n", "a:1"), Document("too short", "a:2")]
     sample = merged(tmp_path, [bad + documents[:20]], data_config(filters={"min_words": 3}), 1)
     assert sample and not {"broken", "too short"} & set(sample)
+
+
+def test_a_sample_of_many_units_needs_few_open_files(tmp_path, documents, data_config):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        sample = merged(tmp_path, [[document] for document in documents[:300]], data_config(), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(sample) == sorted(s for document in documents[:300] for s in sentences_of(document.text, "en"))
