@@ -295,7 +295,7 @@ def _with_static_masks(table: pa.Table, vocabulary: Vocabulary, data: DataConfig
     copies = []
     values, offsets = _ragged(table, "input_ids")
     lengths = np.diff(offsets)
-    padded = np.zeros((len(table), int(lengths.max(initial=1))), dtype=values.dtype)
+    padded = np.zeros((len(table), int(lengths.max(initial=2))), dtype=values.dtype)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = values[offsets[0] : offsets[-1]]
     documents, chunks = table["document"].to_numpy(), table["chunk"].to_numpy()
     for copy in range(data.masking.copies):
