@@ -14,6 +14,7 @@ from configs.schema import DataConfig
 from data_prep.corpus import Document
 from data_prep.masking import draw_masks
 from data_prep.pairs import IN_ORDER, Cut, running_texts, sentence_pairs
+from data_prep.ragged import concatenated_ranges
 from data_prep.randomness import digest64, draws, uniforms
 from data_prep.shards import shard_schema
 from data_prep.text import filter_reason
@@ -161,13 +162,13 @@ class ExampleMaker:
         part_sizes[:, 4] = has_b
         for first in range(0, len(lengths), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
-            self._ids.append(source[_concatenated_ranges(parts[some].ravel(), part_sizes[some].ravel())])
+            self._ids.append(source[concatenated_ranges(parts[some].ravel(), part_sizes[some].ravel())])
         columns = (
             lengths.astype(np.int32),
             np.where(has_b, 2 + sizes[:, 0], lengths).astype(np.uint16),
             cut.labels,
             np.repeat(np.array(identities, dtype=np.uint64), cut.counts),
-            _concatenated_ranges(np.zeros_like(cut.counts), cut.counts).astype(np.uint32),
+            concatenated_ranges(0, cut.counts).astype(np.uint32),
         )
         self._rows.append(columns)
         self.examples += len(lengths)
@@ -233,11 +234,6 @@ def finish_shard(batches: list[pa.RecordBatch], vocabulary: Vocabulary, data: Da
 def _places(documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:
     """uint64: where among all examples one stands, a hash of (document, chunk)."""
     return draws(draws(documents, 1), chunks)
-
-
-def _concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """int64: begin, begin + 1, … for each of `begins`, as many as its size, one range after the other."""
-    return np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
 
 
 def _ragged(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:

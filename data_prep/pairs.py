@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.ragged import concatenated_ranges
 from data_prep.randomness import draws, uniforms
 
 NO_LABEL = -1
@@ -93,7 +94,9 @@ def sentence_pairs(
         for number in range(len(ends))
     ]
     sentences = np.array([max(0, len(places) - 1) for places in cut_borders], dtype=np.int64)
-    targets = target_lengths(np.repeat(keys, sentences), _aranges(sentences), room, short_probability).tolist()
+    targets = target_lengths(
+        np.repeat(keys, sentences), concatenated_ranges(0, sentences), room, short_probability
+    ).tolist()
 
     firsts, lasts, borders, counts = [], [], [], []
     target = 0
@@ -111,7 +114,7 @@ def sentence_pairs(
 
     borders, counts = np.array(borders, dtype=np.int64), np.array(counts, dtype=np.int64)
     first, last = np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
-    keys, counters = np.repeat(keys, counts), _aranges(counts) * _DRAWS
+    keys, counters = np.repeat(keys, counts), concatenated_ranges(0, counts) * _DRAWS
     swapped = (uniforms(keys, counters + _SWAP) < 0.5) & swap
     middle = first + 1 + (uniforms(keys, counters + _SPLIT) * (last - first - 1)).astype(np.int64)
     ranges = borders[np.column_stack((first, middle, middle, last))]
@@ -193,19 +196,12 @@ def _chunks(borders: list[int], targets: list[int]) -> list[tuple[int, int]]:
     return chunks
 
 
-def _aranges(counts: np.ndarray) -> np.ndarray:
-    """int64: 0, 1, … as many as the count, for each of `counts`, end to end."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def _part_long_sentences(ends: np.ndarray, word_begins: np.ndarray, room: int) -> np.ndarray:
     """`ends` with further ends inside sentences longer than `room`, so that two neighbouring parts fit together.
 
     They fall at word borders; anywhere, where a word itself is too long.
     """
     lengths = np.diff(ends, prepend=0)
-    if lengths.max() <= room:
-        return ends
     parted: list[int] = []
     for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
         begin = end - length
@@ -239,7 +235,7 @@ def _ones(keys: np.ndarray, stream: int, bits: np.ndarray) -> np.ndarray:
     """int64 draws from Binomial(bits, 1/2), one for each key."""
     words = -(-bits // 64)
     last = np.cumsum(words)
-    word = np.arange(words.sum()) - np.repeat(last - words, words)
+    word = concatenated_ranges(0, words)
     found = draws(np.repeat(keys, words), (stream << 32) + word)
     some = bits > 0
     found[last[some] - 1] >>= (-bits[some] % 64).astype(np.uint64)

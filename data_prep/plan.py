@@ -30,13 +30,15 @@ SAMPLES, HEARTBEATS, SPILLS, UNITS, SOURCES, SHARDS, SHARD_REPORTS = FOLDERS = (
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
 
 
+UNSHAPING = ("output", "cache", "stall_seconds")
+"""Settings of a job, which no file it makes depends on."""
+
+
 def data_settings(data: DataConfig) -> dict:
     """The settings that shape the prepared files: without the place, and without masks that are drawn at load."""
     settings = resolved(data)
-    del settings["output"]
-    del settings["cache"]
-    del settings["stall_seconds"]
-    del settings["resample_order"]
+    for key in (*UNSHAPING, "resample_order"):
+        del settings[key]
     if data.masking.mode == "dynamic":
         settings["masking"] = {"mode": "dynamic"}
     return settings

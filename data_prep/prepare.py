@@ -25,7 +25,7 @@ from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
 from data_prep.locks import Lock, LockLostError, locked
-from data_prep.plan import FOLDERS, HEARTBEATS, Plan
+from data_prep.plan import FOLDERS, HEARTBEATS, UNSHAPING, Plan
 from data_prep.progress import Progress
 from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
 from data_prep.vocabulary import Vocabulary
@@ -68,12 +68,10 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
             manifest = _manifest(plan)
             lock.check()
             _move_into_place(plan, manifest)
-        except LockLostError:
+        except (LockLostError, StepFailedError):
             raise
         except ConfigError:
             remove_folder(plan.work)
-            raise
-        except StepFailedError:
             raise
         except Exception as error:
             if not is_url(plan.output):
@@ -269,8 +267,8 @@ def _manifest(plan: Plan) -> dict:
     _check_counts(plan, counts)
     vocabulary = Vocabulary.load(plan.vocabulary)
     config = resolved(plan.data)
-    for place in ("output", "cache", "stall_seconds"):
-        del config[place]
+    for key in UNSHAPING:
+        del config[key]
     return {
         "format": FORMAT,
         "fingerprint": plan.fingerprint,

@@ -30,6 +30,7 @@ from data_prep.files import (
     write_whole,
 )
 from data_prep.locks import locked
+from data_prep.ragged import concatenated_ranges
 
 FORMAT = 1
 """Raised when shards made by older code must be made again."""
@@ -168,10 +169,8 @@ class Split:
         taken = np.empty(int(counts.sum()), dtype=self._lists[name][0][1].dtype)
         for batch, places, _ in groups:
             sizes = counts[places]
-            within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            taken[np.repeat(targets[places], sizes) + within] = self._lists[name][batch][1][
-                np.repeat(begins[places], sizes) + within
-            ]
+            found = self._lists[name][batch][1][concatenated_ranges(begins[places], sizes)]
+            taken[concatenated_ranges(targets[places], sizes)] = found
         return taken, counts
 
 

@@ -1,8 +1,8 @@
 """Plain text work that knows nothing of vocabularies: paragraphs, sentences, filters, normalisation rules.
 
 Normalisation itself happens inside `spiece.model`: `normalization_rules` writes the table that SentencePiece
-compiles into it, so whoever holds the model alone gets the same ids from raw text: of whole documents where white
-space parts their sentences and their words are below MAX_WORD_CHARACTERS, else of their sentences.
+compiles into it, so whoever holds the model alone gets the same ids from raw text whose runs without white space are
+below MAX_WORD_CHARACTERS.
 """
 
 import re

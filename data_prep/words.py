@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.ragged import concatenated_ranges
+
 MAX_CHARACTERS = 4 * 2**20
 """Of the words kept, about 80 MB of memory."""
 MAX_MISSING = 0.2
@@ -71,8 +73,7 @@ class WordIds:
                 self._forget()
         begins = ends[found]
         counts = ends[found + 1] - begins
-        places = np.arange(counts.sum()) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        return FoundWords(ids[places], counts, characters[found], ambiguous[found])
+        return FoundWords(ids[concatenated_ranges(begins, counts)], counts, characters[found], ambiguous[found])
 
     def _encoded(self, words: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(ids, ends, characters, whether ambiguous) of different words."""

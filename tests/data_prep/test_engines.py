@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from data_prep.locks import locked
+from tests.ports import free_port, wait_for_port
 
 pytestmark = pytest.mark.engines
 ROOT = Path(__file__).parents[2]
@@ -77,23 +77,6 @@ def programs(tmp_path_factory) -> Iterator[Callable[..., subprocess.Popen]]:
     for process in started:
         process.wait(30)
     log.close()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

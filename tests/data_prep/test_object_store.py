@@ -4,10 +4,8 @@ import gzip
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from data_prep.files import located, write_whole
 from data_prep.locks import locked
 from data_prep.prepare import finished_dataset
 from data_prep.shards import Dataset
+from tests.ports import free_port, wait_for_port
 from tests.small_run import run, settings
 
 pytestmark = pytest.mark.engines
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.engines
 @pytest.fixture(scope="module")
 def store() -> Iterator[s3fs.S3FileSystem]:
     """A store with an empty bucket `albert`, which this process and those it starts reach by their environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -45,14 +42,7 @@ def store() -> Iterator[s3fs.S3FileSystem]:
         for name, value in environment.items():
             patch.setenv(name, value)
         try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert time.monotonic() < deadline and server.poll() is None
-                    time.sleep(0.1)
+            wait_for_port(port)
             system = s3fs.S3FileSystem(use_listings_cache=False)
             system.mkdir("albert")
             yield system
