@@ -5,6 +5,7 @@ its own smallest; merging the units' files in the order of the hashes gives the 
 """
 
 import heapq
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,7 +73,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """A unit's sample; the file is open only while some of it is read, for there may be many thousand units."""
     place, offset = located(path), 0
     while True:
-        with place.open("rb") as file:
+        # The files of fsspec have no limit to readlines.
+        with place.open("rb") as raw, io.BufferedReader(raw) as file:
             file.seek(offset)
             lines = file.readlines(LINES_BYTES)
         if not lines:
