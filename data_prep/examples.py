@@ -20,7 +20,7 @@ from data_prep.shards import shard_schema
 from data_prep.text import filter_reason
 from data_prep.vocabulary import CLS, SEP, UNK, EncodedDocument, Vocabulary
 
-EXAMPLES_VERSION = 2
+EXAMPLES_VERSION = 3
 """Raised when the same input and settings give other examples: work that older code left is done anew."""
 RANDOM_B = 1
 """NSP's label for a B from another document."""

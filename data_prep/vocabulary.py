@@ -211,15 +211,23 @@ class Vocabulary:
 
     @cached_property
     def _piece_characters(self) -> np.ndarray:
-        """int64 [size]: how many characters of the text a piece stands for; at least one for the unknown piece."""
-        lengths = np.array([len(piece) for piece in self.pieces], dtype=np.int64)
-        lengths[UNK] = 1
-        return lengths
+        """int64 [size]: how many characters of the text a piece stands for, where it stands for itself."""
+        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+
+    @cached_property
+    def _stands_for_itself(self) -> np.ndarray:
+        """bool [size]: whether a piece is the text it stands for; neither unknown characters nor bytes of one are."""
+        model = self._processor
+        return np.array([not (model.is_unknown(index) or model.is_byte(index)) for index in range(self.size)])
+
+    @cached_property
+    def _as_it_stands(self) -> sentencepiece.SentencePieceProcessor:
+        """The model for words that are normalised already: twice is not the same, what is dropped may part quotes."""
+        return sentencepiece.SentencePieceProcessor(model_proto=self.model + NO_NORMALIZATION)
 
     @cached_property
     def _word_ids(self) -> WordIds:
-        # The model, but words that are normalised already: twice is not the same, what is dropped may part two quotes.
-        as_it_stands = sentencepiece.SentencePieceProcessor(model_proto=self.model + NO_NORMALIZATION)
+        as_it_stands = self._as_it_stands
         return WordIds(lambda words: as_it_stands.encode(words, num_threads=1), self.pieces, self.id_dtype)
 
     def encode_document(self, text: str, language: str) -> "EncodedDocument":
@@ -265,7 +273,7 @@ class Vocabulary:
         sentence_ends = np.concatenate(
             [begin + document.sentence_ends for begin, document in zip(text_begins, documents, strict=True)]
         )
-        ends = self._sentence_ends(found.ids, found.counts, found.characters + 1, sentence_ends)
+        ends = self._sentence_ends(found.ids, found.counts, found.characters + 1, sentence_ends, words)
         word_borders = np.concatenate(([0], np.searchsorted(np.cumsum(found.characters + 1), text_ends, side="right")))
         token_borders = np.concatenate(([0], np.cumsum(found.counts)))[word_borders]
         ambiguous = np.concatenate(([0], np.cumsum(found.ambiguous)))[word_borders]
@@ -291,11 +299,14 @@ class Vocabulary:
             text: list[str] = []
             ends: list[int] = []
             length = word_begin = 0
+            parted = True
             for segment, normal in zip(document, all_normal, strict=False):
+                parted = parted or segment[0].isspace()
                 if not normal.strip(WORD_SEPARATOR):
+                    parted = parted or any(map(str.isspace, segment))
                     continue
-                parted = not raw or raw[-1][-1].isspace() or segment[0].isspace()
-                if not parted and self._parts_words and length + len(normal) - word_begin <= MAX_WORD_CHARACTERS:
+                follows_space, parted = parted, segment[-1].isspace()
+                if not follows_space and self._parts_words and length + len(normal) - word_begin <= MAX_WORD_CHARACTERS:
                     # Marks at the border may belong together.
                     border = raw[-1][-BORDER_CHARACTERS:], segment[:BORDER_CHARACTERS]
                     left, right, both = self._processor.normalize([*border, "".join(border)])
@@ -314,23 +325,32 @@ class Vocabulary:
         return found
 
     def _sentence_ends(
-        self, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray, sentence_ends: np.ndarray
+        self, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray, sentence_ends: np.ndarray, words: list[str]
     ) -> np.ndarray:
         """int64, ascending: the index after each sentence's last token.
 
-        `counts`: tokens of each word, `lengths`: its characters with the separator, `sentence_ends`: in characters.
+        `counts`: tokens of each of `words`, `lengths`: its characters with the separator, `sentence_ends`: in
+        characters.
         """
         word_ends = np.cumsum(lengths)
         token_ends = np.cumsum(counts)
-        words = np.searchsorted(word_ends, sentence_ends)
-        ends = token_ends[words]
-        for place in np.flatnonzero(word_ends[words] != sentence_ends):
-            word = words[place]
+        word_numbers = np.searchsorted(word_ends, sentence_ends)
+        ends = token_ends[word_numbers]
+        for place in np.flatnonzero(word_ends[word_numbers] != sentence_ends):
+            word = word_numbers[place]
             first = token_ends[word] - counts[word]
-            reached = np.cumsum(self._piece_characters[ids[first : token_ends[word]]])
+            reached = self._characters_reached(words[word], ids[first : token_ends[word]])
             within = sentence_ends[place] - (word_ends[word] - lengths[word])
             ends[place] = min(first + np.searchsorted(reached, within) + 1, token_ends[word])
         return np.unique(ends)
+
+    def _characters_reached(self, word: str, ids: np.ndarray) -> np.ndarray:
+        """int64: how many characters of the separator and `word` are past after each of its pieces `ids`."""
+        if not self._stands_for_itself[ids].all():
+            offsets = self._as_it_stands.encode(word, out_type="offset_mapping")["offsets"]
+            if len(offsets) == len(ids):
+                return 1 + np.array([end for _, end in offsets], dtype=np.int64)
+        return np.cumsum(self._piece_characters[ids])
 
     def _encoded_whole(self, document: "NormalizedDocument") -> "EncodedDocument":
         """A document encoded in parts of about ENCODE_CHARACTERS."""
@@ -356,9 +376,10 @@ class Vocabulary:
         """(ids, sentence ends) of texts parted by white space, whose normal forms `parts` are joined in `normal`."""
         ids = np.array(self._processor.encode(" ".join(raw)), dtype=self.id_dtype)
         starts = np.flatnonzero(self._begins_with_separator[ids])
-        lengths = np.array([len(word) + 1 for word in normal.split(WORD_SEPARATOR)[1:]], dtype=np.int64)
-        if self._parts_words and len(starts) == len(lengths):
-            return ids, self._sentence_ends(ids, np.diff(starts, append=len(ids)), lengths, sentence_ends)
+        words = normal.split(WORD_SEPARATOR)[1:]
+        if self._parts_words and len(starts) == len(words):
+            lengths = np.array([len(word) + 1 for word in words], dtype=np.int64)
+            return ids, self._sentence_ends(ids, np.diff(starts, append=len(ids)), lengths, sentence_ends, words)
         apart = self._processor.encode(raw, num_threads=1)
         ids = np.array([index for part in apart for index in part], dtype=self.id_dtype)
         return ids, np.cumsum([len(part) for part in apart])

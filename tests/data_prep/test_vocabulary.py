@@ -158,6 +158,32 @@ def test_sentences_that_no_space_parts_end_where_they_end(train, data_config):
         assert set(goals[exact]) <= set(places)
 
 
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_sentences_end_where_they_end_behind_unknown_characters(byte_fallback):
+    model = sentencepiece_model(
+        ["東京。", "国。"] * 20,
+        vocab_size=280 if byte_fallback else 24,
+        hard_vocab_limit=False,
+        byte_fallback=byte_fallback,
+    )
+    vocabulary = Vocabulary(model)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in ("龍龍龍東京。国国。龍国龍龍。東京。", "龘龍。龍龍龍龍龍東。国。"):
+        found = vocabulary.encode_document(text, "zh")
+        assert found.ids.tolist() == processor.encode(text)
+        assert (vocabulary.pieces.index("<unk>") in found.ids) is not byte_fallback
+        marks = [place + 1 for place, character in enumerate(text) if character == "。"]
+        offsets = processor.encode(text, out_type="offset_mapping")["offsets"]
+        assert [offsets[end - 1][1] for end in found.ends] == marks
+
+
+@pytest.mark.parametrize("between", ["\u200b\n\n", "\n\n\u200b\n\n", "\u200b ", " \u200b", "\n\n\u200b"])
+def test_white_space_around_what_normalizes_to_nothing_parts_words(vocabulary, between):
+    text = f"da。{between}do"
+    assert vocabulary.encode_document(text, "en").normalized == vocabulary.normalize(text) == "da。 do"
+    assert vocabulary.encode_document("da。\u200bdo", "en").normalized == "da。do"
+
+
 def test_documents_are_encoded_alike_where_pieces_cross_white_space(pseudo_documents):
     documents = pseudo_documents(300, 4)
     model = sentencepiece_model(documents, split_by_whitespace=False)
