@@ -24,7 +24,7 @@ EXAMPLES_VERSION = 3
 """Raised when the same input and settings give other examples: work that older code left is done anew."""
 RANDOM_B = 1
 """NSP's label for a B from another document."""
-ROW_TOKENS = 16
+ROW_TOKENS = 24
 """What a row holds in memory besides its ids, in the space of so many of them."""
 ROWS_AT_ONCE = 4096
 CHARACTERS_AT_ONCE = 2**19
@@ -32,24 +32,33 @@ BAD_SAMPLES = 5
 BAD_SAMPLE_CHARACTERS = 80
 
 
+TEXT_COUNTS = ("words", "tokens", "unknown_tokens", "truncated_tokens")
+"""What is counted of documents: their first row holds it, but each its own truncated tokens, so that what is dropped
+with duplicates is not counted."""
+
+
 @dataclass
 class Counts:
-    """What became of documents and tokens; counts of separate pieces of work add up."""
+    """What became of documents; counts of separate pieces of work add up."""
 
     read: int = 0
     used: int = 0
     dropped: Counter = field(default_factory=Counter)
     bad_samples: list[dict] = field(default_factory=list)
-    words: int = 0
-    corpus_tokens: int = 0
-    unknown_tokens: int = 0
-    truncated_tokens: int = 0
 
     def add(self, other: "Counts") -> None:
-        for name in ("read", "used", "words", "corpus_tokens", "unknown_tokens", "truncated_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.read += other.read
+        self.used += other.used
         self.dropped.update(other.dropped)
         self.bad_samples = (self.bad_samples + other.bad_samples)[:BAD_SAMPLES]
+
+
+def spill_schema(vocabulary_size: int) -> pa.Schema:
+    """Columns of rows on their way to their shard: the shard's, `precedence` among rows of equal documents, and
+    TEXT_COUNTS."""
+    columns = [("precedence", pa.uint64()), *((name, pa.uint32()) for name in TEXT_COUNTS)]
+    schema = shard_schema(vocabulary_size, static_masks=False)
+    return pa.schema([*schema, *(pa.field(name, kind, nullable=False) for name, kind in columns)])
 
 
 def shard_count(data: DataConfig) -> tuple[int, int]:
@@ -69,7 +78,7 @@ class ExampleMaker:
         self._vocabulary = vocabulary
         self._data = data
         self._seed = seed
-        self._schema = shard_schema(vocabulary.size, static_masks=False)
+        self._schema = spill_schema(vocabulary.size)
         self._train_shards, self._validation_shards = shard_count(data)
         self._begins_word = vocabulary.word_starts != 0
         self._counts = Counts()
@@ -123,17 +132,12 @@ class ExampleMaker:
             for document, found in both
         ]
         cut = self._cut(encoded, [digest64(self._seed, "pairs", identity) for identity in identities])
-        for found, examples in zip(encoded, cut.counts, strict=True):
-            if not examples:
-                counts.dropped["single_word"] += 1
-                continue
-            counts.used += 1
-            counts.words += found.normalized.count(" ") + 1
-            counts.corpus_tokens += len(found.ids)
-            counts.unknown_tokens += int(np.count_nonzero(found.ids == UNK))
-        counts.truncated_tokens += cut.truncated_tokens
-        if len(cut.labels):
-            self._lay_out_rows([found.ids for found in encoded], cut, identities)
+        used = int(np.count_nonzero(cut.counts))
+        counts.used += used
+        if used < len(both):
+            counts.dropped["single_word"] += len(both) - used
+        if used:
+            self._lay_out_rows(encoded, cut, identities)
 
     def _cut(self, documents: list[EncodedDocument], keys: list[int]) -> Cut:
         data = self._data
@@ -148,8 +152,9 @@ class ExampleMaker:
         swap = data.sentence_objective == "sop"
         return sentence_pairs(ends, word_begins, keys, data.max_length - 3, data.short_probability, swap)
 
-    def _lay_out_rows(self, ids: list[np.ndarray], cut: Cut, identities: list[int]) -> None:
+    def _lay_out_rows(self, documents: list[EncodedDocument], cut: Cut, identities: list[int]) -> None:
         """Keep the rows of documents: `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` where B is empty."""
+        ids = [document.ids for document in documents]
         sizes = np.array([len(part) for part in ids])
         cls, sep = sizes.sum(), sizes.sum() + 1
         source = np.concatenate((*ids, np.array([CLS, SEP], dtype=ids[0].dtype)))
@@ -163,12 +168,22 @@ class ExampleMaker:
         for first in range(0, len(lengths), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
             self._ids.append(source[concatenated_ranges(parts[some].ravel(), part_sizes[some].ravel())])
+        chunks = concatenated_ranges(0, cut.counts).astype(np.uint32)
+
+        def in_first_row(values: list[int]) -> np.ndarray:
+            return np.where(chunks == 0, np.repeat(values, cut.counts), 0).astype(np.uint32)
+
         columns = (
             lengths.astype(np.int32),
             np.where(has_b, 2 + sizes[:, 0], lengths).astype(np.uint16),
             cut.labels,
             np.repeat(np.array(identities, dtype=np.uint64), cut.counts),
-            concatenated_ranges(0, cut.counts).astype(np.uint32),
+            chunks,
+            np.repeat(_precedences(documents, cut.counts), cut.counts),
+            in_first_row([document.normalized.count(" ") + 1 for document in documents]),
+            in_first_row([len(document.ids) for document in documents]),
+            in_first_row([int(np.count_nonzero(document.ids == UNK)) for document in documents]),
+            cut.truncated.astype(np.uint32),
         )
         self._rows.append(columns)
         self.examples += len(lengths)
@@ -179,18 +194,12 @@ class ExampleMaker:
         self._make_rows()
         if not self._rows:
             return {}
-        lengths, starts, labels, documents, chunks = map(np.concatenate, zip(*self._rows, strict=True))
+        lengths, *others = map(np.concatenate, zip(*self._rows, strict=True))
         values = np.concatenate(self._ids)
         self._start_rows()
-        columns = [
-            _flat_lists(values, lengths, self._schema.field(0).type),
-            pa.array(starts),
-            pa.array(labels),
-            pa.array(documents),
-            pa.array(chunks),
-        ]
+        columns = [_flat_lists(values, lengths, self._schema.field(0).type), *map(pa.array, others)]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-        shards = self._shards_of(documents, chunks)
+        shards = self._shards_of(batch["document"].to_numpy(), batch["chunk"].to_numpy())
         order = np.argsort(shards, kind="stable")
         found, firsts = np.unique(shards[order], return_index=True)
         return {
@@ -206,29 +215,44 @@ class ExampleMaker:
         return np.where(validation, validation_shard, train_shard).astype(np.int64)
 
 
+def _precedences(documents: list[EncodedDocument], counts: np.ndarray) -> np.ndarray:
+    """uint64 [documents]: which of several documents of the same normalised text is kept, the one with the highest.
+
+    Paragraph breaks and capitals that normalisation takes away may have ended other sentences, so that their rows
+    differ. The most rows come first: wherever any of them has a row, the one that is kept has one too.
+    """
+    digests = [digest64(document.ends.tobytes()) >> 32 for document in documents]
+    return (counts.astype(np.uint64) << np.uint64(32)) | np.array(digests, dtype=np.uint64)
+
+
 @dataclass(frozen=True)
 class FinishedShard:
+    """`text_counts`: sums of TEXT_COUNTS over the documents whose first row is here, and all rows here."""
+
     table: pa.Table
     tokens: int
     duplicate_documents: int
+    text_counts: dict[str, int]
 
 
 def finish_shard(batches: list[pa.RecordBatch], vocabulary: Vocabulary, data: DataConfig, seed: int) -> FinishedShard:
     """All rows of one shard, in any order, as its final table: ordered by a hash, duplicates gone, NSP's strangers
     and static masks drawn."""
-    table = pa.Table.from_batches(batches, schema=shard_schema(vocabulary.size, static_masks=False))
+    table = pa.Table.from_batches(batches, schema=spill_schema(vocabulary.size))
     documents, chunks = table["document"].to_numpy(), table["chunk"].to_numpy()
-    order = np.lexsort((chunks, documents, _places(documents, chunks)))
+    order = np.lexsort((~table["precedence"].to_numpy(), chunks, documents, _places(documents, chunks)))
     documents, chunks = documents[order], chunks[order]
     repeated = np.zeros(len(order), dtype=bool)
     repeated[1:] = (documents[1:] == documents[:-1]) & (chunks[1:] == chunks[:-1])
     table = table.take(pa.array(order[~repeated])).combine_chunks()
+    text_counts = {name: pc.sum(table[name]).as_py() or 0 for name in TEXT_COUNTS}
+    table = table.drop_columns(["precedence", *TEXT_COUNTS])
     if data.sentence_objective == "nsp":
         table = _with_strangers(table, seed)
     if data.masking.mode == "static":
         table = _with_static_masks(table, vocabulary, data, seed)
     tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
-    return FinishedShard(table, tokens, int((chunks[repeated] == 0).sum()))
+    return FinishedShard(table, tokens, int((chunks[repeated] == 0).sum()), text_counts)
 
 
 def _places(documents: np.ndarray, chunks: np.ndarray) -> np.ndarray:

@@ -157,6 +157,7 @@ def merge_shard(plan: Plan, shard: int, batches: list[pa.RecordBatch]) -> None:
         "rows": len(finished.table),
         "tokens": finished.tokens,
         "duplicate_documents": finished.duplicate_documents,
+        "text_counts": finished.text_counts,
     }
     write_whole(plan.shard_report(shard), json.dumps(report))
 

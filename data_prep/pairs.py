@@ -31,16 +31,17 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """What became of some documents: their examples, in order, and the tokens that truncation cut off.
+    """What became of some documents: their examples, in order.
 
     `ranges`: int64 [examples, 4], the token ranges within the example's document as a `Pair` has them: begin and end
-    of A, begin and end of B. `labels`: int8 [examples]. `counts`: int64 [documents], examples of each.
+    of A, begin and end of B. `labels`: int8 [examples]. `truncated`: int64 [examples], the tokens that truncation cut
+    off. `counts`: int64 [documents], examples of each.
     """
 
     ranges: np.ndarray
     labels: np.ndarray
+    truncated: np.ndarray
     counts: np.ndarray
-    truncated_tokens: int
 
     @property
     def pairs(self) -> list[Pair]:
@@ -122,7 +123,7 @@ def sentence_pairs(
     excess = np.maximum(0, borders[last] - borders[first] - room)
     ranges += _truncation(ranges, excess, draws(keys, counters + _TRUNCATE))
     labels = np.where(swapped, SWAPPED, IN_ORDER).astype(np.int8)
-    return Cut(ranges, labels, counts, int(excess.sum()))
+    return Cut(ranges, labels, excess, counts)
 
 
 def running_texts(ends: Sequence[np.ndarray], keys: np.ndarray, room: int, short_probability: float) -> Cut:
@@ -151,7 +152,8 @@ def running_texts(ends: Sequence[np.ndarray], keys: np.ndarray, room: int, short
         counts.append(len(begins) - before)
     begins, lasts = np.array(begins, dtype=np.int64), np.array(lasts, dtype=np.int64)
     labels = np.full(len(lasts), NO_LABEL, dtype=np.int8)
-    return Cut(np.column_stack((begins, lasts, lasts, lasts)), labels, np.array(counts, dtype=np.int64), 0)
+    ranges = np.column_stack((begins, lasts, lasts, lasts))
+    return Cut(ranges, labels, np.zeros_like(lasts), np.array(counts, dtype=np.int64))
 
 
 def _borders(ends: list[int], word_begins: Callable[[], np.ndarray], key: int, room: int, backwards: bool) -> list[int]:

@@ -123,7 +123,7 @@ class Plan:
         return self.work / SHARDS / self.shard_name(number)
 
     def shard_report(self, number: int) -> Path:
-        """Written when a shard is finished: {rows, tokens, bytes, sha256, duplicate_documents}."""
+        """Written when a shard is finished: {rows, tokens, bytes, sha256, duplicate_documents, text_counts}."""
         return self.work / SHARD_REPORTS / f"{number:06d}.json"
 
     @cached_property

@@ -22,7 +22,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from configs.schema import Config, ConfigError, resolved
-from data_prep.examples import Counts
+from data_prep.examples import TEXT_COUNTS, Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
 from data_prep.locks import Lock, LockLostError, locked
 from data_prep.plan import FOLDERS, HEARTBEATS, UNSHAPING, Plan
@@ -256,10 +256,11 @@ def _manifest(plan: Plan) -> dict:
     for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
         counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
     digests = [report["sha256"] for report in _reports(plan.source_report(n) for n in range(len(plan.sources)))]
-    shards, duplicates = [], 0
+    shards, duplicates, text = [], 0, Counter()
     numbers = range(len(plan.shard_splits))
     for number, report in zip(numbers, _reports(map(plan.shard_report, numbers)), strict=True):
         duplicates += report.pop("duplicate_documents")
+        text.update(report.pop("text_counts"))
         shards.append({"file": plan.shard_name(number), "split": plan.shard_splits[number], **report})
     if duplicates:
         counts.used -= duplicates
@@ -278,8 +279,8 @@ def _manifest(plan: Plan) -> dict:
             "size": vocabulary.size,
             "digest": vocabulary.digest,
             "bytes": len(vocabulary.model),
-            "unknown_fraction": round(counts.unknown_tokens / max(1, counts.corpus_tokens), 8),
-            "tokens_per_word": round(counts.corpus_tokens / max(1, counts.words), 6),
+            "unknown_fraction": round(text["unknown_tokens"] / max(1, text["tokens"]), 8),
+            "tokens_per_word": round(text["tokens"] / max(1, text["words"]), 6),
         },
         "inputs": [
             {"path": source.path, "bytes": source.bytes, "sha256": digest}
@@ -294,7 +295,7 @@ def _manifest(plan: Plan) -> dict:
         },
         "examples": sum(shard["rows"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "corpus": {"words": counts.words, "tokens": counts.corpus_tokens, "truncated_tokens": counts.truncated_tokens},
+        "corpus": {name: text[name] for name in TEXT_COUNTS},
     }
 
 

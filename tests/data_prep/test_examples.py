@@ -10,6 +10,7 @@ import pytest
 from data_prep import examples
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker
+from data_prep.shards import shard_schema
 from data_prep.vocabulary import CLS, SEP
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
@@ -117,7 +118,47 @@ def test_every_token_of_a_document_is_in_its_rows_in_order_or_counted(
             ]
         rest = iter(tokens)
         assert all(token in rest for token in kept)
-        assert len(kept) + maker.counts.truncated_tokens == maker.counts.corpus_tokens == len(tokens)
+        assert len(kept) + sum(row["truncated_tokens"] for row in rows) == len(tokens)
+        assert [row["tokens"] for row in rows] == [len(tokens)] + [0] * (len(rows) - 1)
+
+
+@pytest.mark.parametrize("objective", ["sop", "none"])
+def test_of_equal_texts_with_other_sentences_one_is_kept_whole(vocabulary, data_config, pseudo_documents, objective):
+    data = data_config(max_length=32, shards=5, sentence_objective=objective)
+    rng = np.random.default_rng(9)
+    variants = []
+    for text in (" ".join(pseudo_documents(4, seed)) for seed in range(30, 40)):
+        words = text.split()
+        breaks = [words, *([word + ("\n\n" if rng.random() < 0.1 else "") for word in words] for _ in range(4))]
+        variants.append([" ".join(parts) for parts in breaks])
+        assert len({vocabulary.normalize(variant) for variant in variants[-1]}) == 1
+
+    def finished(texts: list[str]) -> list[examples.FinishedShard]:
+        batches: dict[int, list] = {}
+        for text in texts:
+            maker = ExampleMaker(vocabulary, data, seed=1)
+            maker.add(Document(text, "place"))
+            for shard, batch in maker.take_rows().items():
+                batches.setdefault(shard, []).append(batch)
+        return [examples.finish_shard(batches.get(shard, []), vocabulary, data, 1) for shard in range(6)]
+
+    def rows(shards: list[examples.FinishedShard]) -> list[dict]:
+        return sorted((row for shard in shards for row in shard.table.to_pylist()), key=str)
+
+    alone = [[rows(finished([text])) for text in texts] for texts in variants]
+    everything = [text for texts in variants for text in texts]
+    together = finished([everything[place] for place in rng.permutation(len(everything))])
+    assert sum(shard.duplicate_documents for shard in together) == len(everything) - len(variants)
+    found = rows(together)
+    for texts, candidates in zip(variants, alone, strict=True):
+        assert len({str(candidate) for candidate in candidates}) > 1
+        identity = candidates[0][0]["document"]
+        assert [row for row in found if row["document"] == identity] in candidates
+        tokens = len(vocabulary.encode_document(texts[0], "en").ids)
+        counted = [shard.text_counts for shard in finished(texts)]
+        assert sum(counts["tokens"] for counts in counted) == tokens
+        in_rows = sum(len(row["input_ids"]) - (3 if objective == "sop" else 2) for row in rows(finished(texts)))
+        assert sum(counts["truncated_tokens"] for counts in counted) == tokens - in_rows
 
 
 def test_strangers_are_found_in_linear_time_beside_a_dominant_document(vocabulary, data_config, pseudo_documents):
@@ -133,3 +174,13 @@ def test_strangers_are_found_in_linear_time_beside_a_dominant_document(vocabular
         taken.append((time.process_time() - begin, len(table)))
     (short, few), (long, many) = taken
     assert many > 3 * few and long < 10 * short
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+@pytest.mark.parametrize("objective", ["sop", "nsp", "none"])
+def test_a_shard_without_rows_is_finished(vocabulary, data_config, objective, mode):
+    data = data_config(sentence_objective=objective, masking={"mode": mode})
+    finished = examples.finish_shard([], vocabulary, data, 1)
+    assert (len(finished.table), finished.tokens, finished.duplicate_documents) == (0, 0, 0)
+    assert finished.table.schema == shard_schema(vocabulary.size, static_masks=mode == "static")
+    assert not any(finished.text_counts.values())

@@ -83,7 +83,7 @@ def fast(texts, masking) -> Made:
             key = np.array([repeat * DOCUMENTS + number], dtype=np.uint64)
             cut = sentence_pairs([text.ends], lambda _, begins=begins: begins, key, ROOM, 0.1, True)
             per_document.append((number, len(cut.pairs)))
-            truncated.append(cut.truncated_tokens)
+            truncated.append(cut.truncated.sum())
             for pair in cut.pairs:
                 a, b = list(range(*pair.a)), list(range(*pair.b))
                 places.append((number, a, b, pair.label))
