@@ -46,8 +46,7 @@ CHANGE_MARKS = (
 """What stores tell of an object that changes with its content."""
 WHITE_IN_LINE = b" \t\r\x0b\x0c"
 WHITE = WHITE_IN_LINE + b"\n"
-BLANK_LINES = re.compile(rb"\n(?:[ \t\r\x0b\x0c]*\n)+")
-LAST_BLANK_LINES = re.compile(rb"\n[ \t\r\x0b\x0c\n]+\Z")
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r\x0b\x0c]*+\n)++")
 WIKI_BEGIN = re.compile(rb"\s*<doc [^>]*>\s*$")
 DOCTEST = re.compile(r"^\s*>>>", re.MULTILINE)
 RULE = re.compile(r"^\W+$")
@@ -408,8 +407,9 @@ def _blocks(file: BinaryIO, unit: Unit) -> Iterator[Document]:
         buffer, offset, searched = buffer[done:], offset + done, limit - done
         begin = None if begin is None else begin - done
     rest = buffer[begin:] if begin is not None else b""
-    gap = LAST_BLANK_LINES.search(rest)
-    rest = rest[: gap.start() + 1] if gap else rest
+    # The lines after the last that is not blank go, and the line break that ends it stays.
+    last_line_break = rest.find(b"\n", len(rest.rstrip(WHITE)))
+    rest = rest[: last_line_break + 1] if last_line_break >= 0 else rest
     if rest.strip():
         yield _decoded(rest, f"{unit.source.name}:{offset + begin}")
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -353,3 +354,17 @@ def test_text_without_blank_lines_is_read_about_once(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "opened", lambda place: Counted(place))
     found = read_in_units(path, [*range(10_000, 100_000, 10_000)])
     assert len(found) == 1 and read < 3 * path.stat().st_size
+
+
+@pytest.mark.parametrize("blank", ["\n", " \n", "\t\t\r\n"])
+@pytest.mark.parametrize("end", ["", "Last.\n"])
+def test_a_huge_gap_takes_linear_time_and_parts_documents(tmp_path, blank, end):
+    taken = []
+    for size in (300_000, 1_200_000):
+        (tmp_path / "gap.txt").write_text("First.\n" + blank * (size // len(blank)) + end)
+        begin = time.process_time()
+        units = split_units(list_sources((InputConfig(kind="text", path=str(tmp_path / "gap.txt")),)))
+        texts = [document.text.strip() for unit in units for document in read_documents(unit)]
+        taken.append(time.process_time() - begin)
+        assert texts == ["First.", *([end.strip()] if end else [])]
+    assert taken[1] < 0.5 + 10 * taken[0]
