@@ -30,7 +30,7 @@ SAMPLES, HEARTBEATS, SPILLS, UNITS, SOURCES, SHARDS, SHARD_REPORTS = FOLDERS = (
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
 
 
-UNSHAPING = ("output", "cache", "stall_seconds")
+UNSHAPING = ("output", "cache", "stall_seconds", "max_bad_fraction")
 """Settings of a job, which no file it makes depends on."""
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
-from data_prep.locks import Lock, LockLostError, locked
+from data_prep.locks import Lock, locked
 from data_prep.plan import FOLDERS, HEARTBEATS, UNSHAPING, Plan
 from data_prep.progress import Progress
 from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
@@ -68,10 +68,8 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
             manifest = _manifest(plan)
             lock.check()
             _move_into_place(plan, manifest)
-        except (LockLostError, StepFailedError):
-            raise
-        except ConfigError:
-            remove_folder(plan.work)
+        except (ConfigError, StepFailedError):
+            # What is done serves the next start, whatever setting or file mends the matter.
             raise
         except Exception as error:
             if not is_url(plan.output):
@@ -175,7 +173,7 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
     start = f"from data_prep.step import main; main({os.getpid()})"
     command = [sys.executable, "-c", start, step, str(plan.path), *beam_args]
     log = _log_of(plan, step)
-    stuck = False
+    stuck = checked = False
     with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
         process = subprocess.Popen(
             command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
@@ -187,6 +185,9 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 if time.monotonic() - looked >= progress.seconds_between_looks:
                     progress.look()
                     looked = time.monotonic()
+                if progress.all_units_done and not checked:
+                    _check_counts(plan, _unit_counts(plan))
+                    checked = True
                 lock.check()
                 stuck = 0 < plan.data.stall_seconds < progress.idle_seconds
                 if stuck:
@@ -252,9 +253,7 @@ class StepFailedError(RuntimeError):
 
 def _manifest(plan: Plan) -> dict:
     """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone."""
-    counts = Counts()
-    for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
-        counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
+    counts = _unit_counts(plan)
     digests = [report["sha256"] for report in _reports(plan.source_report(n) for n in range(len(plan.sources)))]
     shards, duplicates = [], 0
     numbers = range(len(plan.shard_splits))
@@ -298,6 +297,14 @@ def _manifest(plan: Plan) -> dict:
     }
 
 
+def _unit_counts(plan: Plan) -> Counts:
+    """What became of all documents, before those that units have in common fall away."""
+    counts = Counts()
+    for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
+        counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
+    return counts
+
+
 def _reports(paths: Iterable[Path]) -> Iterator[dict]:
     """The reports at `paths`, in their order, many at a time: a store may take a while for each."""
     with ThreadPoolExecutor(READERS) as pool:
@@ -316,7 +323,7 @@ def _check_counts(plan: Plan, counts: Counts) -> None:
         samples = ", ".join(f"{sample['place']} ({sample['kind']})" for sample in counts.bad_samples)
         raise ConfigError(
             f"{bad} of {counts.read} documents are unreadable, more than data.max_bad_fraction "
-            f"{plan.data.max_bad_fraction} allows: {samples}"
+            f"{plan.data.max_bad_fraction} allows: {samples}; with a larger one the same command goes on from here"
         )
 
 

@@ -27,7 +27,10 @@ class Done:
 
 
 class Progress:
-    """Shows the progress of `step` on `console`, and knows when it last got on; a context manager."""
+    """Shows the progress of `step` on `console`, and knows when it last got on; a context manager.
+
+    `all_units_done` says whether every unit has been made into examples.
+    """
 
     def __init__(self, plan: Plan, step: str, title: str, console: Console):
         self._plan, self._step, self._title, self._console = plan, step, title, console
@@ -38,6 +41,7 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._begin_bytes: int | None = None
         self._signs: tuple = ()
+        self.all_units_done = False
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -92,6 +96,7 @@ class Progress:
         if self._finished == UNITS:
             for name in finished - self._examples.keys():
                 self._examples[name] = json.loads((plan.work / UNITS / name).read_text())["examples"]
+            self.all_units_done = len(finished) == len(plan.units)
         done = sum(plan.units[int(name.partition(".")[0])].bytes for name in finished)
         examples = sum(self._examples.values())
         beats = []

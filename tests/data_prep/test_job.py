@@ -1,7 +1,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -383,7 +382,7 @@ def test_a_vocabulary_too_large_for_the_corpus_is_refused_in_one_line(tmp_path, 
     config = write_config(tmp_path, "refused", inputs=corpus, vocab={"size": 30_000})
     message = refused(data_prep("--config", config))
     assert "data.vocab.size 30000 is too large for this corpus: the largest that works is " in message
-    assert not (tmp_path / "refused").exists()
+    assert not any((tmp_path / "refused").glob("[!.]*"))
 
 
 def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
@@ -392,7 +391,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep
     assert "bad.jsonl.gz cannot be read" in refused(
         data_prep("--config", write_config(tmp_path, "refused", inputs=inputs))
     )
-    assert not (tmp_path / "refused").exists()
+    assert not any((tmp_path / "refused").glob("[!.]*"))
 
 
 def test_a_second_start_is_refused_while_the_first_holds_the_folder(tmp_path, corpus, write_config, data_prep):
@@ -404,18 +403,30 @@ def test_a_second_start_is_refused_while_the_first_holds_the_folder(tmp_path, co
     assert not (tmp_path / "held").exists()
 
 
-def test_too_many_bad_records_are_refused_with_their_places(tmp_path, jobs, write_config, data_prep, pseudo_documents):
+def test_too_many_bad_records_are_refused_and_then_allowed_without_doing_the_work_again(
+    tmp_path, jobs, write_config, data_prep, pseudo_documents
+):
     lines = [json.dumps({"text": text}) for text in pseudo_documents(50, 22)]
     lines[7:9] = ["{broken", '{"other": 1}']
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
-    shutil.copy(jobs["first"].result() / "spiece.model", tmp_path)
     settings = {
         "inputs": [{"kind": "jsonl", "path": str(tmp_path / "bad.jsonl")}],
-        "vocab": {"model": str(tmp_path / "spiece.model")},
+        "vocab": {"model": str(jobs["first"].result() / "spiece.model")},
     }
-    message = refused(data_prep("--config", write_config(tmp_path, "refused", **settings)))
+    config = write_config(tmp_path, "refused", **settings)
+    message = refused(data_prep("--config", config))
     assert "2 of 50 documents are unreadable" in message and "(broken_json)" in message and "(missing_field)" in message
-    assert not (tmp_path / "refused").exists()
+    (report,) = (tmp_path / "refused").glob(".work-*/units/*.json")
+    report.write_text(report.read_text().replace('"kind": "broken_json"', '"kind": "as it was found"'))
+    allowed = data_prep("--config", config, "--set", "data.max_bad_fraction=0.04")
+    straight = data_prep("--config", write_config(tmp_path, "straight", **settings, max_bad_fraction=0.5))
+    for process in (allowed, straight):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    found, expected = (contents(tmp_path / name) for name in ("refused", "straight"))
+    manifest = found.pop("manifest.json").replace(b"as it was found", b"broken_json")
+    assert manifest == expected.pop("manifest.json") and found == expected
+    assert finished_dataset(load_config(config)) is not None
 
 
 def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):
