@@ -27,7 +27,9 @@ from data_prep.files import is_url, located, one_line, opened, sha256_of
 UNIT_BYTES = (2**20, 64 * 2**20)
 """The least and the most bytes in a unit of a plain file."""
 UNITS = 128
-"""How many units a corpus is parted into, within those bounds: enough that workers end at about the same time."""
+"""How many units a corpus is parted into at least, within those bounds: enough that workers end at about the same time.
+
+Their bytes are a power of two, so that files are parted at the same places when others are added."""
 MODULES_BYTES = 2 * 2**20
 """Python source per unit: parsing it is the slow part."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -95,7 +97,8 @@ class Unit:
 
     @property
     def identity(self) -> str:
-        return fingerprint([self.source.identity, self.begin, self.end])
+        """Equal only where the documents are, with their places."""
+        return fingerprint([self.source.identity, self.source.name, self.begin, self.end])
 
 
 def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
@@ -151,7 +154,8 @@ def _fixed_folder(pattern: str) -> str:
 
 def split_units(sources: list[Source]) -> list[Unit]:
     least, most = UNIT_BYTES
-    unit_bytes = min(most, max(least, sum(source.bytes for source in sources) // UNITS))
+    share = sum(source.bytes for source in sources) // UNITS
+    unit_bytes = min(most, max(least, 1 << share.bit_length() >> 1))
     units = []
     for source in sources:
         if source.modules:

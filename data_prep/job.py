@@ -104,7 +104,9 @@ class SpillUnit(PlannedWork):
         if kind == "source":
             path = plan.source_report(number)
             if not path.exists():
-                write_whole(path, json.dumps({"sha256": plan.sources[number].sha256()}))
+                write_whole(
+                    path, json.dumps({"path": plan.sources[number].path, "sha256": plan.sources[number].sha256()})
+                )
             return
         path = plan.unit_report(number)
         if not path.exists():
@@ -130,7 +132,15 @@ def spill_unit(plan: Plan, unit: int) -> dict:
         if maker.tokens >= SPILL_TOKENS:
             spill()
     spill()
-    return {"counts": vars(maker.counts), "examples": maker.examples, "spills": spills}
+    piece = plan.units[unit]
+    return {
+        "path": piece.source.path,
+        "begin": piece.begin,
+        "end": piece.end,
+        "counts": vars(maker.counts),
+        "examples": maker.examples,
+        "spills": spills,
+    }
 
 
 class MergeShard(PlannedWork):

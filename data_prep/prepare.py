@@ -25,7 +25,7 @@ from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
 from data_prep.locks import Lock, locked
-from data_prep.plan import FOLDERS, HEARTBEATS, UNSHAPING, Plan
+from data_prep.plan import HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
 from data_prep.progress import Progress
 from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
 from data_prep.vocabulary import Vocabulary
@@ -147,14 +147,11 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _start_work(plan: Plan) -> None:
-    """Make the work folder, and remove those of other plans: one of them may hold pieces of this one."""
+    """Make the work folder, and remove those of other plans."""
     for name in entry_names(plan.output):
-        if name.startswith(".work-") and name != plan.work.name:
+        if name.startswith(".work-") and name not in (plan.work.name, plan.pieces.name):
             remove_folder(plan.output / name)
     remove_folder(plan.work / HEARTBEATS)
-    if not is_url(plan.work):
-        for name in FOLDERS:
-            (plan.work / name).mkdir(parents=True, exist_ok=True)
     plan.failure.unlink(missing_ok=True)
     plan.save()
 
@@ -163,9 +160,21 @@ def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -
     if plan.data.vocab.model:
         write_whole(plan.vocabulary, Vocabulary.load(plan.data.vocab.model).model)
     if not plan.vocabulary.exists():
+        _keep_pieces(plan, (SAMPLES,), plan.sample_keys)
         _run_step("sample", "sampling text", plan, beam_args, lock, console)
         _run_step("vocabulary", "training vocabulary", plan, [], lock, console)
+    _keep_pieces(plan, (UNITS, SPILLS), plan.unit_keys)
+    _keep_pieces(plan, (SOURCES,), plan.source_keys)
     _run_step("examples", "making examples", plan, beam_args, lock, console)
+
+
+def _keep_pieces(plan: Plan, folders: tuple[str, ...], keys: list[str]) -> None:
+    """Remove from the `folders` of pieces all that are not named by `keys`: what other plans left takes room."""
+    kept = set(keys)
+    for folder in folders:
+        for name in entry_names(plan.pieces / folder):
+            if re.split("[-.]", name)[0] not in kept:
+                (plan.pieces / folder / name).unlink(missing_ok=True)
 
 
 def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
@@ -336,13 +345,15 @@ def _move_into_place(plan: Plan, manifest: dict) -> None:
         if name.endswith((".arrow", ".tmp")):
             (output / name).unlink()
     vocabulary = Vocabulary.load(plan.vocabulary)
-    moved(plan.vocabulary, output / VOCABULARY)
     write_whole(output / "spiece.vocab", vocabulary.listing())
     for number in range(len(plan.shard_splits)):
         moved(plan.shard(number), output / plan.shard_name(number))
+    # Last, for whoever goes on from here needs it.
+    moved(plan.vocabulary, output / VOCABULARY)
     sync_folder(output)
     write_whole(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     remove_folder(plan.work)
+    remove_folder(plan.pieces)
     if is_url(output):
         shutil.rmtree(_log_of(plan, "examples").parent, ignore_errors=True)
 

@@ -36,7 +36,7 @@ class Progress:
         self._plan, self._step, self._title, self._console = plan, step, title, console
         self._finished = {"sample": SAMPLES, "examples": UNITS}.get(step)
         self._total = sum(unit.bytes for unit in plan.units)
-        self._examples: dict[str, int] = {}
+        self._examples: dict[int, int] = {}
         self._begin = self._changed = self._printed = time.monotonic()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._begin_bytes: int | None = None
@@ -92,23 +92,25 @@ class Progress:
     def _look_at_work(self) -> tuple[Done, tuple]:
         """(what is done, something that changes whenever work goes on)."""
         plan = self._plan
-        finished = {name for name in entry_names(plan.work / self._finished) if not name.startswith(".")}
+        keys = plan.unit_keys if self._finished == UNITS else plan.sample_keys
+        found = {name.partition(".")[0] for name in entry_names(plan.pieces / self._finished)}
+        finished = {unit for unit, key in enumerate(keys) if key in found}
         if self._finished == UNITS:
-            for name in finished - self._examples.keys():
-                self._examples[name] = json.loads((plan.work / UNITS / name).read_text())["examples"]
-            self.all_units_done = len(finished) == len(plan.units)
-        done = sum(plan.units[int(name.partition(".")[0])].bytes for name in finished)
+            for unit in finished - self._examples.keys():
+                self._examples[unit] = json.loads(plan.unit_report(unit).read_text())["examples"]
+            self.all_units_done = len(finished) == len(keys)
+        done = sum(plan.units[unit].bytes for unit in finished)
         examples = sum(self._examples.values())
         beats = []
         for name in sorted(entry_names(plan.work / HEARTBEATS)):
-            if name.startswith(".") or name in finished or name + "l" in finished:
+            number = int(name.partition(".")[0] or -1)
+            if number < 0 or number in finished:
                 continue
-            number = int(name.partition(".")[0])
             beat = self._beat(number)
             beats.append((number, *beat.values()))
             done += beat.get("bytes", 0)
             examples += beat.get("examples", 0)
-        sources = len(entry_names(plan.work / SOURCES))
+        sources = len(entry_names(plan.pieces / SOURCES))
         shards = sum(not name.startswith(".") for name in entry_names(plan.work / SHARD_REPORTS))
         return Done(done, examples, shards), (len(finished), sources, shards, tuple(beats))
 

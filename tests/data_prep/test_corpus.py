@@ -320,6 +320,16 @@ def test_units_cover_a_file_without_overlap(tmp_path):
     assert len({unit.identity for unit in units}) == len(units)
 
 
+def test_a_file_is_parted_alike_beside_another_that_was_added(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text("x\n")
+    first, second = (source_of(tmp_path / name) for name in "ab")
+    large = replace(first, bytes=600 * 2**20)
+    alone = [unit.identity for unit in split_units([large])]
+    beside = [unit.identity for unit in split_units([replace(second, bytes=70 * 2**20), large])]
+    assert 128 <= len(alone) <= 256 and set(alone) < set(beside)
+
+
 def test_parquet_rows_that_are_no_unicode_are_named(tmp_path):
     texts = pa.array([b"one", b"\xff\xfe", b"three"]).view(pa.string())
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")

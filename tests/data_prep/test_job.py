@@ -17,6 +17,7 @@ from configs.schema import load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.locks import locked
+from data_prep.plan import Plan
 from data_prep.prepare import finished_dataset
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset
@@ -305,6 +306,18 @@ def test_a_finished_folder_is_left_as_it_is(jobs, configs):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+def test_a_little_more_text_is_sampled_at_the_same_rate(tmp_path, write_config):
+    inputs = [{"kind": "text", "path": str(tmp_path / "*.txt")}]
+    (tmp_path / "a.txt").write_text("da do\n" * 50_000)
+    config = load_config(write_config(tmp_path, "rate", inputs=inputs, vocab={"sample_sentences": 100}))
+    first = Plan.make(config)
+    (tmp_path / "b.txt").write_text("da do\n" * 3_000)
+    second = Plan.make(config)
+    assert 100 * 250 / 300_000 <= first.sampling_rate < 2 * 100 * 250 / 300_000
+    assert first.sample_keys == second.sample_keys[:1] and len(second.sample_keys) == 2
+    assert first.fingerprint != second.fingerprint
+
+
 def kill_when(appeared, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 60
     while not appeared():
@@ -378,11 +391,26 @@ def test_a_missing_config_is_refused_in_one_line(tmp_path, data_prep):
     assert process.returncode == 2 and errors.count("\n") == 1 and "absent.yaml not found; presets: " in errors
 
 
-def test_a_vocabulary_too_large_for_the_corpus_is_refused_in_one_line(tmp_path, corpus, write_config, data_prep):
-    config = write_config(tmp_path, "refused", inputs=corpus, vocab={"size": 30_000})
+def test_a_vocabulary_too_large_for_the_corpus_is_refused_and_the_samples_are_kept_for_another(
+    tmp_path, write_config, data_prep, pseudo_documents
+):
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(pseudo_documents(30, number)))
+    inputs = [{"kind": "text", "path": str(tmp_path / "*.txt")}]
+    config = write_config(tmp_path, "refused", inputs=inputs, vocab={"size": 30_000})
     message = refused(data_prep("--config", config))
     assert "data.vocab.size 30000 is too large for this corpus: the largest that works is " in message
     assert not any((tmp_path / "refused").glob("[!.]*"))
+
+    def samples() -> set[tuple[str, int]]:
+        found = (tmp_path / "refused").glob(".work-pieces/samples/*.jsonl")
+        return {(path.name, path.stat().st_mtime_ns) for path in found}
+
+    first = samples()
+    (tmp_path / "0.txt").write_text("\n\n".join(pseudo_documents(31, 2)))
+    (tmp_path / "00.txt").write_text("\n\n".join(pseudo_documents(20, 3)))
+    refused(data_prep("--config", config, "--set", "data.vocab.size=20000"))
+    assert len(first) == 2 and len(samples()) == 3 and len(first & samples()) == 1
 
 
 def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
@@ -403,21 +431,22 @@ def test_a_second_start_is_refused_while_the_first_holds_the_folder(tmp_path, co
     assert not (tmp_path / "held").exists()
 
 
-def test_too_many_bad_records_are_refused_and_then_allowed_without_doing_the_work_again(
+def test_too_many_bad_records_are_refused_and_then_allowed_with_another_file_without_doing_the_work_again(
     tmp_path, jobs, write_config, data_prep, pseudo_documents
 ):
     lines = [json.dumps({"text": text}) for text in pseudo_documents(50, 22)]
     lines[7:9] = ["{broken", '{"other": 1}']
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     settings = {
-        "inputs": [{"kind": "jsonl", "path": str(tmp_path / "bad.jsonl")}],
+        "inputs": [{"kind": "jsonl", "path": str(tmp_path / "*.jsonl")}],
         "vocab": {"model": str(jobs["first"].result() / "spiece.model")},
     }
     config = write_config(tmp_path, "refused", **settings)
     message = refused(data_prep("--config", config))
     assert "2 of 50 documents are unreadable" in message and "(broken_json)" in message and "(missing_field)" in message
-    (report,) = (tmp_path / "refused").glob(".work-*/units/*.json")
+    (report,) = (tmp_path / "refused").glob(".work-pieces/units/*.json")
     report.write_text(report.read_text().replace('"kind": "broken_json"', '"kind": "as it was found"'))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": pseudo_documents(1, 23)[0]}))
     allowed = data_prep("--config", config, "--set", "data.max_bad_fraction=0.04")
     straight = data_prep("--config", write_config(tmp_path, "straight", **settings, max_bad_fraction=0.5))
     for process in (allowed, straight):
