@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -307,6 +308,44 @@ def test_identity_of_a_file_follows_its_content(tmp_path):
     assert before.sha256() == hashlib.sha256(b"one").hexdigest()
     path.write_text("three")
     assert source_of(path).identity != before.identity
+
+
+def write_texts(path: Path, count: int) -> None:
+    """A file of `count` documents "one"."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": ["one"] * count}), path)
+    else:
+        content = b'{"text": "one"}\n' * count if "jsonl" in path.name else b"one\n\n" * count
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.txt", "text"), ("a.txt.gz", "text"), ("a.jsonl", "jsonl"), ("a.parquet", "parquet")]
+)
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_file_that_changes_after_it_was_listed_is_named(tmp_path, name, kind, when):
+    path = tmp_path / name
+    write_texts(path, 1000)
+    (unit,) = split_units([source_of(path, kind=kind)])
+    documents = iter(read_documents(unit))
+    if when == "while":
+        assert next(documents).text.strip() == "one"
+    write_texts(path, 999)
+    for read in (lambda: list(documents), unit.source.sha256):
+        with pytest.raises(OSError, match=rf"{name} changed while it was read: run the same command again"):
+            read()
+
+
+def test_a_file_that_was_replaced_by_one_of_its_size_is_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    source = source_of(path)
+    os.utime(path, ns=(0, os.stat(path).st_mtime_ns + 1))
+    with pytest.raises(OSError, match="changed while it was read"):
+        list(read_documents(split_units([source])[0]))
+    path.unlink()
+    with pytest.raises(OSError, match=r"a\.txt cannot be read: .*No such file"):
+        source.sha256()
 
 
 def test_units_cover_a_file_without_overlap(tmp_path):
