@@ -92,18 +92,19 @@ class Source:
         if state["size"] != self.bytes or str(state.get(name, value)) != value:
             raise OSError(f"{self.path} changed while it was read: run the same command again once it is still")
 
-    def sha256(self) -> str:
+    def sha256(self, tell: Callable[[int], None] = lambda size: None) -> str:
         """The file's sha256; a package's is that of its modules' digests and names, as `sha256sum` prints them.
 
-        Raises `OSError` where the file changed since it was listed.
+        `tell` is told the size in bytes of every block that was read. Raises `OSError` where the file changed since it
+        was listed.
         """
         if self.settings.kind != "docstrings":
             self.check_unchanged()
-            digest = sha256_of(self.path)
+            digest = sha256_of(self.path, tell)
             self.check_unchanged()
             return digest
         folder = package_folder(self.path)
-        return fingerprint([[sha256_of(folder / module), module] for module, _ in self.modules])
+        return fingerprint([[sha256_of(folder / module, tell), module] for module, _ in self.modules])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ be it that another plan left it: after a change of some input only what was made
 import math
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +17,14 @@ from pathlib import Path
 from configs.schema import Config, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
 from data_prep.examples import EXAMPLES_VERSION, shard_count
-from data_prep.files import located, opened, reached, sha256_of, write_whole
+from data_prep.files import entry_names, located, opened, reached, sha256_of, write_whole
 from data_prep.sampling import SENTENCE_BYTES
 from data_prep.shards import FORMAT, SPLITS, VOCABULARY
 from data_prep.vocabulary import Vocabulary
 
 SAMPLES, SPILLS, UNITS, SOURCES = "samples", "spills", "units", "sources"
 """What the folder of pieces is parted into."""
-HEARTBEATS, SHARDS, SHARD_REPORTS = "heartbeats", "shards", "shard-reports"
+HEARTBEATS, FAILURES, SHARDS, SHARD_REPORTS = "heartbeats", "failures", "shards", "shard-reports"
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
 
 UNSHAPING = ("output", "cache", "stall_seconds", "max_bad_fraction")
@@ -38,6 +39,11 @@ def data_settings(data: DataConfig) -> dict:
     if data.masking.mode == "dynamic":
         settings["masking"] = {"mode": "dynamic"}
     return settings
+
+
+def named_by(piece: Path) -> str:
+    """The name of a file about the file `piece`."""
+    return f"{piece.parent.name}-{piece.name}"
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,20 @@ class Plan:
         """Where the plan itself lies for the processes that carry it out."""
         return self.work / "plan.pickle"
 
-    @property
-    def failure(self) -> Path:
-        """Where a piece of work says in one line why the job cannot go on."""
-        return self.work / "failure.txt"
+    def heartbeat(self, piece: Path) -> Path:
+        """Rewritten now and then while the file `piece` is made: {bytes, examples, …} so far."""
+        return self.work / HEARTBEATS / named_by(piece)
+
+    def failure(self, piece: Path) -> Path:
+        """Where it says in one line why the job cannot go on: the file `piece` cannot be made."""
+        return self.work / FAILURES / named_by(piece)
+
+    def failures(self) -> Iterator[str]:
+        """What was said so of pieces that are not there: engines may have made others at a second try."""
+        for name in sorted(entry_names(self.work / FAILURES)):
+            folder, _, file = name.rpartition("-")
+            if not name.startswith(".") and not (self.pieces / folder / file).exists():
+                yield (self.work / FAILURES / name).read_text()
 
     @property
     def vocabulary(self) -> Path:
@@ -128,15 +144,11 @@ class Plan:
     def sample(self, unit: int) -> Path:
         return self.pieces / SAMPLES / f"{self.sample_keys[unit]}.jsonl"
 
-    def heartbeat(self, unit: int) -> Path:
-        """Rewritten now and then while a unit is worked on: {bytes, examples} so far."""
-        return self.work / HEARTBEATS / f"{unit:06d}.json"
-
     def spill(self, unit: int, part: int) -> Path:
         return self.pieces / SPILLS / f"{self.unit_keys[unit]}-{part:03d}.arrow"
 
     def unit_report(self, unit: int) -> Path:
-        """Written when all of a unit's rows are spilled: {path, begin, end, counts, examples, spills}."""
+        """Written when all of a unit's rows are spilled: {path, begin, end, counts, examples, tokens, spills}."""
         return self.pieces / UNITS / f"{self.unit_keys[unit]}.json"
 
     def source_report(self, source: int) -> Path:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -25,9 +24,9 @@ from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
 from data_prep.locks import Lock, locked
-from data_prep.plan import HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
-from data_prep.progress import Progress
-from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
+from data_prep.plan import FAILURES, HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
+from data_prep.progress import Progress, counts_of
+from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, check_shard_tokens, read_manifest
 from data_prep.vocabulary import Vocabulary
 
 DEFAULT_RUNNER = "FnApiRunner"
@@ -151,8 +150,6 @@ def _start_work(plan: Plan) -> None:
     for name in entry_names(plan.output):
         if name.startswith(".work-") and name not in (plan.work.name, plan.pieces.name):
             remove_folder(plan.output / name)
-    remove_folder(plan.work / HEARTBEATS)
-    plan.failure.unlink(missing_ok=True)
     plan.save()
 
 
@@ -182,7 +179,9 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
     start = f"from data_prep.step import main; main({os.getpid()})"
     command = [sys.executable, "-c", start, step, str(plan.path), *beam_args]
     log = _log_of(plan, step)
-    stuck = checked = False
+    for name in (HEARTBEATS, FAILURES):
+        remove_folder(plan.work / name)
+    stuck = False
     with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
         process = subprocess.Popen(
             command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
@@ -194,14 +193,15 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 if time.monotonic() - looked >= progress.seconds_between_looks:
                     progress.look()
                     looked = time.monotonic()
-                if progress.all_units_done and not checked:
-                    _check_counts(plan, _unit_counts(plan))
-                    checked = True
+                    _check_units(plan, progress)
                 lock.check()
                 stuck = 0 < plan.data.stall_seconds < progress.idle_seconds
                 if stuck:
                     break
                 time.sleep(WAIT_SECONDS)
+            if process.returncode == 0:
+                progress.look()
+                _check_units(plan, progress)
         finally:
             _end(process)
             lock.name_holder(os.getpid())
@@ -241,8 +241,8 @@ def _tail(log: Path) -> str:
 
 def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
     lines = log.read_text(errors="replace").splitlines()
-    if plan.failure.exists():
-        failure = plan.failure.read_text()
+    failure = next(plan.failures(), None)
+    if failure is not None:
         if is_url(failure.split(" ")[0]):
             # What a network withheld may come at the next try.
             raise StepFailedError(f"{failure}; the same command goes on from here")
@@ -262,7 +262,9 @@ class StepFailedError(RuntimeError):
 
 def _manifest(plan: Plan) -> dict:
     """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone."""
-    counts = _unit_counts(plan)
+    counts = Counts()
+    for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
+        counts.add(counts_of(report))
     digests = [report["sha256"] for report in _reports(plan.source_report(n) for n in range(len(plan.sources)))]
     shards, duplicates = [], 0
     numbers = range(len(plan.shard_splits))
@@ -306,18 +308,18 @@ def _manifest(plan: Plan) -> dict:
     }
 
 
-def _unit_counts(plan: Plan) -> Counts:
-    """What became of all documents, before those that units have in common fall away."""
-    counts = Counts()
-    for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
-        counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
-    return counts
-
-
 def _reports(paths: Iterable[Path]) -> Iterator[dict]:
     """The reports at `paths`, in their order, many at a time: a store may take a while for each."""
     with ThreadPoolExecutor(READERS) as pool:
         yield from pool.map(lambda path: json.loads(path.read_text()), paths)
+
+
+def _check_units(plan: Plan, progress: Progress) -> None:
+    """Refuse what is sure to be refused by what is known of the units so far."""
+    for shard, tokens in progress.shard_tokens.items():
+        check_shard_tokens(plan.shard_name(shard), tokens, plan.data)
+    if progress.all_units_done:
+        _check_counts(plan, progress.counts)
 
 
 def _check_counts(plan: Plan, counts: Counts) -> None:

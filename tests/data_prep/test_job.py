@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import random
@@ -12,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
-from configs.schema import load_config
+from configs.schema import ConfigError, load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.locks import locked
 from data_prep.plan import Plan
-from data_prep.prepare import finished_dataset
+from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset
 from data_prep.vocabulary import CLS, MASK, SEP, Vocabulary
@@ -411,6 +413,17 @@ def test_a_vocabulary_too_large_for_the_corpus_is_refused_and_the_samples_are_ke
     (tmp_path / "00.txt").write_text("\n\n".join(pseudo_documents(20, 3)))
     refused(data_prep("--config", config, "--set", "data.vocab.size=20000"))
     assert len(first) == 2 and len(samples()) == 3 and len(first & samples()) == 1
+
+
+def test_more_tokens_than_a_shard_holds_are_refused_by_its_name(tmp_path, corpus, jobs, write_config, monkeypatch):
+    monkeypatch.setattr("data_prep.shards.MOST_TOKENS", 100)
+    given = {"model": str(jobs["first"].result() / "spiece.model")}
+    config = load_config(write_config(tmp_path, "refused", inputs=corpus, vocab=given, shards=1))
+    expected = (
+        r"train-00000-of-00001.arrow would hold [\d,]+ tokens or more, a shard takes 100: raise data.shards \(1\)"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        prepare(config, [], Console(file=io.StringIO()))
 
 
 def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
