@@ -19,7 +19,6 @@ from configs.schema import ConfigError, load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.locks import locked
-from data_prep.plan import Plan
 from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset
@@ -306,18 +305,6 @@ def test_a_finished_folder_is_left_as_it_is(jobs, configs):
     assert finished_dataset(load_config(configs["first"], ["data.max_length=32"])) is None
     assert finished_dataset(load_config(configs["first"], ["data.masking.ngram=1"])) is not None
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
-def test_a_little_more_text_is_sampled_at_the_same_rate(tmp_path, write_config):
-    inputs = [{"kind": "text", "path": str(tmp_path / "*.txt")}]
-    (tmp_path / "a.txt").write_text("da do\n" * 50_000)
-    config = load_config(write_config(tmp_path, "rate", inputs=inputs, vocab={"sample_sentences": 100}))
-    first = Plan.make(config)
-    (tmp_path / "b.txt").write_text("da do\n" * 3_000)
-    second = Plan.make(config)
-    assert 100 * 250 / 300_000 <= first.sampling_rate < 2 * 100 * 250 / 300_000
-    assert first.sample_keys == second.sample_keys[:1] and len(second.sample_keys) == 2
-    assert first.fingerprint != second.fingerprint
 
 
 def kill_when(appeared, process: subprocess.Popen) -> None:
