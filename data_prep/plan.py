@@ -1,11 +1,15 @@
 """What a data preparation has to do, and where its pieces lie while it is done.
 
-A plan is a function of the configuration and the state of the inputs. Everything it makes lies in one work folder,
-named by its fingerprint, until it is moved into place; a piece found there is a piece that need not be made again.
+A plan is a function of the configuration and the state of the inputs. What it makes lies in two folders until it is
+moved into place: `.work-<its fingerprint>`, and `.work-pieces` for what is made of single ranges and files of the
+input. A piece is named by a fingerprint of all that shapes it, so that one which is found there need not be made again,
+be it that another plan left it: after a change of some input only what was made of that is done anew.
 """
 
+import math
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,24 +17,17 @@ from pathlib import Path
 from configs.schema import Config, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
 from data_prep.examples import EXAMPLES_VERSION, shard_count
-from data_prep.files import located, opened, reached, write_whole
+from data_prep.files import entry_names, located, opened, reached, sha256_of, write_whole
 from data_prep.sampling import SENTENCE_BYTES
 from data_prep.shards import FORMAT, SPLITS, VOCABULARY
 from data_prep.vocabulary import Vocabulary
 
-SAMPLES, HEARTBEATS, SPILLS, UNITS, SOURCES, SHARDS, SHARD_REPORTS = FOLDERS = (
-    "samples",
-    "heartbeats",
-    "spills",
-    "units",
-    "sources",
-    "shards",
-    "shard-reports",
-)
+SAMPLES, SPILLS, UNITS, SOURCES = "samples", "spills", "units", "sources"
+"""What the folder of pieces is parted into."""
+HEARTBEATS, FAILURES, SHARDS, SHARD_REPORTS = "heartbeats", "failures", "shards", "shard-reports"
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
 
-
-UNSHAPING = ("output", "cache", "stall_seconds")
+UNSHAPING = ("output", "cache", "stall_seconds", "max_bad_fraction")
 """Settings of a job, which no file it makes depends on."""
 
 
@@ -42,6 +39,11 @@ def data_settings(data: DataConfig) -> dict:
     if data.masking.mode == "dynamic":
         settings["masking"] = {"mode": "dynamic"}
     return settings
+
+
+def named_by(piece: Path) -> str:
+    """The name of a file about the file `piece`."""
+    return f"{piece.parent.name}-{piece.name}"
 
 
 @dataclass(frozen=True)
@@ -89,35 +91,69 @@ class Plan:
         return self.output / f".work-{self.fingerprint[:16]}"
 
     @property
+    def pieces(self) -> Path:
+        """Where pieces lie that may serve other plans too."""
+        return self.output / ".work-pieces"
+
+    @property
     def path(self) -> Path:
         """Where the plan itself lies for the processes that carry it out."""
         return self.work / "plan.pickle"
 
-    @property
-    def failure(self) -> Path:
-        """Where a piece of work says in one line why the job cannot go on."""
-        return self.work / "failure.txt"
+    def heartbeat(self, piece: Path) -> Path:
+        """Rewritten now and then while the file `piece` is made: {bytes, examples, …} so far."""
+        return self.work / HEARTBEATS / named_by(piece)
+
+    def failure(self, piece: Path) -> Path:
+        """Where it says in one line why the job cannot go on: the file `piece` cannot be made."""
+        return self.work / FAILURES / named_by(piece)
+
+    def failures(self) -> Iterator[str]:
+        """What was said so of pieces that are not there: engines may have made others at a second try."""
+        for name in sorted(entry_names(self.work / FAILURES)):
+            folder, _, file = name.rpartition("-")
+            if not name.startswith(".") and not (self.pieces / folder / file).exists():
+                yield (self.work / FAILURES / name).read_text()
 
     @property
     def vocabulary(self) -> Path:
         return self.work / VOCABULARY
 
-    def sample(self, unit: int) -> Path:
-        return self.work / SAMPLES / f"{unit:06d}.jsonl"
+    @cached_property
+    def sample_keys(self) -> list[str]:
+        """What the units' samples are named by."""
+        shaping = [self.data.filters.model_dump(mode="json"), self.data.vocab.sample_sentences, self.sampling_rate]
+        return [self._key(unit.identity, *shaping) for unit in self.units]
 
-    def heartbeat(self, unit: int) -> Path:
-        """Rewritten now and then while a unit is worked on: {bytes, examples} so far."""
-        return self.work / HEARTBEATS / f"{unit:06d}.json"
+    @cached_property
+    def unit_keys(self) -> list[str]:
+        """What the units' spills and reports are named by; the vocabulary has to be there."""
+        settings = data_settings(self.data)
+        for key in ("inputs", "vocab", "masking"):
+            del settings[key]
+        vocabulary = sha256_of(self.vocabulary)
+        return [self._key(unit.identity, settings, vocabulary) for unit in self.units]
+
+    @cached_property
+    def source_keys(self) -> list[str]:
+        return [self._key(source.identity) for source in self.sources]
+
+    def _key(self, *shaping: object) -> str:
+        return fingerprint([FORMAT, EXAMPLES_VERSION, self.seed, *shaping])[:32]
+
+    def sample(self, unit: int) -> Path:
+        return self.pieces / SAMPLES / f"{self.sample_keys[unit]}.jsonl"
 
     def spill(self, unit: int, part: int) -> Path:
-        return self.work / SPILLS / f"{unit:06d}-{part:03d}.arrow"
+        return self.pieces / SPILLS / f"{self.unit_keys[unit]}-{part:03d}.arrow"
 
     def unit_report(self, unit: int) -> Path:
-        """Written when all of a unit's rows are spilled: {counts, examples, spills}."""
-        return self.work / UNITS / f"{unit:06d}.json"
+        """Written when all of a unit's rows are spilled: {path, begin, end, counts, examples, tokens, spills}."""
+        return self.pieces / UNITS / f"{self.unit_keys[unit]}.json"
 
     def source_report(self, source: int) -> Path:
-        return self.work / SOURCES / f"{source:06d}.json"
+        """The digest of an input: {path, sha256}."""
+        return self.pieces / SOURCES / f"{self.source_keys[source]}.json"
 
     def shard(self, number: int) -> Path:
         return self.work / SHARDS / self.shard_name(number)
@@ -137,6 +173,10 @@ class Plan:
 
     @property
     def sampling_rate(self) -> float:
-        """The share of documents drawn for the vocabulary: enough for `vocab.sample_sentences`, not much more."""
+        """The share of documents drawn for the vocabulary: enough for `vocab.sample_sentences`, not much more.
+
+        A power of two, so that samples are of use when the inputs grow a little.
+        """
         total = sum(source.bytes for source in self.sources)
-        return min(1.0, self.data.vocab.sample_sentences * SENTENCE_BYTES / max(1, total))
+        enough = self.data.vocab.sample_sentences * SENTENCE_BYTES / max(1, total)
+        return min(1.0, 2.0 ** math.ceil(math.log2(enough)))

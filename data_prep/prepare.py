@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -24,10 +23,10 @@ from rich.console import Console
 from configs.schema import Config, ConfigError, resolved
 from data_prep.examples import TEXT_COUNTS, Counts
 from data_prep.files import entry_names, is_url, moved, one_line, remove_folder, sync_folder, write_whole
-from data_prep.locks import Lock, LockLostError, locked
-from data_prep.plan import FOLDERS, HEARTBEATS, UNSHAPING, Plan
-from data_prep.progress import Progress
-from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, read_manifest
+from data_prep.locks import Lock, locked
+from data_prep.plan import FAILURES, HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
+from data_prep.progress import Progress, counts_of
+from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, check_shard_tokens, read_manifest
 from data_prep.vocabulary import Vocabulary
 
 DEFAULT_RUNNER = "FnApiRunner"
@@ -68,10 +67,8 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
             manifest = _manifest(plan)
             lock.check()
             _move_into_place(plan, manifest)
-        except (LockLostError, StepFailedError):
-            raise
-        except ConfigError:
-            remove_folder(plan.work)
+        except (ConfigError, StepFailedError):
+            # What is done serves the next start, whatever setting or file mends the matter.
             raise
         except Exception as error:
             if not is_url(plan.output):
@@ -149,15 +146,10 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _start_work(plan: Plan) -> None:
-    """Make the work folder, and remove those of other plans: one of them may hold pieces of this one."""
+    """Make the work folder, and remove those of other plans."""
     for name in entry_names(plan.output):
-        if name.startswith(".work-") and name != plan.work.name:
+        if name.startswith(".work-") and name not in (plan.work.name, plan.pieces.name):
             remove_folder(plan.output / name)
-    remove_folder(plan.work / HEARTBEATS)
-    if not is_url(plan.work):
-        for name in FOLDERS:
-            (plan.work / name).mkdir(parents=True, exist_ok=True)
-    plan.failure.unlink(missing_ok=True)
     plan.save()
 
 
@@ -165,9 +157,21 @@ def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -
     if plan.data.vocab.model:
         write_whole(plan.vocabulary, Vocabulary.load(plan.data.vocab.model).model)
     if not plan.vocabulary.exists():
+        _keep_pieces(plan, (SAMPLES,), plan.sample_keys)
         _run_step("sample", "sampling text", plan, beam_args, lock, console)
         _run_step("vocabulary", "training vocabulary", plan, [], lock, console)
+    _keep_pieces(plan, (UNITS, SPILLS), plan.unit_keys)
+    _keep_pieces(plan, (SOURCES,), plan.source_keys)
     _run_step("examples", "making examples", plan, beam_args, lock, console)
+
+
+def _keep_pieces(plan: Plan, folders: tuple[str, ...], keys: list[str]) -> None:
+    """Remove from the `folders` of pieces all that are not named by `keys`: what other plans left takes room."""
+    kept = set(keys)
+    for folder in folders:
+        for name in entry_names(plan.pieces / folder):
+            if re.split("[-.]", name)[0] not in kept:
+                (plan.pieces / folder / name).unlink(missing_ok=True)
 
 
 def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
@@ -175,6 +179,8 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
     start = f"from data_prep.step import main; main({os.getpid()})"
     command = [sys.executable, "-c", start, step, str(plan.path), *beam_args]
     log = _log_of(plan, step)
+    for name in (HEARTBEATS, FAILURES):
+        remove_folder(plan.work / name)
     stuck = False
     with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
         process = subprocess.Popen(
@@ -187,11 +193,15 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 if time.monotonic() - looked >= progress.seconds_between_looks:
                     progress.look()
                     looked = time.monotonic()
+                    _check_units(plan, progress)
                 lock.check()
                 stuck = 0 < plan.data.stall_seconds < progress.idle_seconds
                 if stuck:
                     break
                 time.sleep(WAIT_SECONDS)
+            if process.returncode == 0:
+                progress.look()
+                _check_units(plan, progress)
         finally:
             _end(process)
             lock.name_holder(os.getpid())
@@ -231,8 +241,8 @@ def _tail(log: Path) -> str:
 
 def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
     lines = log.read_text(errors="replace").splitlines()
-    if plan.failure.exists():
-        failure = plan.failure.read_text()
+    failure = next(plan.failures(), None)
+    if failure is not None:
         if is_url(failure.split(" ")[0]):
             # What a network withheld may come at the next try.
             raise StepFailedError(f"{failure}; the same command goes on from here")
@@ -251,10 +261,15 @@ class StepFailedError(RuntimeError):
 
 
 def _manifest(plan: Plan) -> dict:
-    """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone."""
+    """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone.
+
+    `examples`, `tokens` and `documents.used` are those of the shards. `corpus` (words, tokens, truncated tokens), and
+    with it `unknown_fraction` and `tokens_per_word`, counts what was read: before duplicates are removed, for a
+    document's row no longer tells its words and what was cut off.
+    """
     counts = Counts()
     for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
-        counts.add(Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])}))
+        counts.add(counts_of(report))
     digests = [report["sha256"] for report in _reports(plan.source_report(n) for n in range(len(plan.sources)))]
     shards, duplicates, text = [], 0, Counter()
     numbers = range(len(plan.shard_splits))
@@ -305,6 +320,14 @@ def _reports(paths: Iterable[Path]) -> Iterator[dict]:
         yield from pool.map(lambda path: json.loads(path.read_text()), paths)
 
 
+def _check_units(plan: Plan, progress: Progress) -> None:
+    """Refuse what is sure to be refused by what is known of the units so far."""
+    for shard, tokens in progress.shard_tokens.items():
+        check_shard_tokens(plan.shard_name(shard), tokens, plan.data)
+    if progress.all_units_done:
+        _check_counts(plan, progress.counts)
+
+
 def _check_counts(plan: Plan, counts: Counts) -> None:
     lost = counts.read - counts.used - counts.dropped.total()
     if lost:
@@ -317,7 +340,7 @@ def _check_counts(plan: Plan, counts: Counts) -> None:
         samples = ", ".join(f"{sample['place']} ({sample['kind']})" for sample in counts.bad_samples)
         raise ConfigError(
             f"{bad} of {counts.read} documents are unreadable, more than data.max_bad_fraction "
-            f"{plan.data.max_bad_fraction} allows: {samples}"
+            f"{plan.data.max_bad_fraction} allows: {samples}; with a larger one the same command goes on from here"
         )
 
 
@@ -330,13 +353,15 @@ def _move_into_place(plan: Plan, manifest: dict) -> None:
         if name.endswith((".arrow", ".tmp")):
             (output / name).unlink()
     vocabulary = Vocabulary.load(plan.vocabulary)
-    moved(plan.vocabulary, output / VOCABULARY)
     write_whole(output / "spiece.vocab", vocabulary.listing())
     for number in range(len(plan.shard_splits)):
         moved(plan.shard(number), output / plan.shard_name(number))
+    # Last, for whoever goes on from here needs it.
+    moved(plan.vocabulary, output / VOCABULARY)
     sync_folder(output)
     write_whole(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     remove_folder(plan.work)
+    remove_folder(plan.pieces)
     if is_url(output):
         shutil.rmtree(_log_of(plan, "examples").parent, ignore_errors=True)
 

@@ -2,12 +2,14 @@
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url
 from data_prep.plan import HEARTBEATS, SAMPLES, SHARD_REPORTS, SOURCES, UNITS, Plan
 
@@ -15,6 +17,11 @@ POLL_SECONDS = 0.2
 REMOTE_POLL_SECONDS = 3.0
 LINE_SECONDS = 30.0
 """Between lines of progress where the output is no terminal."""
+
+
+def counts_of(report: dict) -> Counts:
+    """What the report of a unit counts."""
+    return Counts(**{**report["counts"], "dropped": Counter(report["counts"]["dropped"])})
 
 
 @dataclass(frozen=True)
@@ -27,17 +34,25 @@ class Done:
 
 
 class Progress:
-    """Shows the progress of `step` on `console`, and knows when it last got on; a context manager."""
+    """Shows the progress of `step` on `console`, and knows when it last got on; a context manager.
+
+    `counts` and `shard_tokens` are those of the units that were made into examples so far; `all_units_done` says
+    whether that is every one.
+    """
 
     def __init__(self, plan: Plan, step: str, title: str, console: Console):
         self._plan, self._step, self._title, self._console = plan, step, title, console
         self._finished = {"sample": SAMPLES, "examples": UNITS}.get(step)
         self._total = sum(unit.bytes for unit in plan.units)
-        self._examples: dict[str, int] = {}
+        self._counted: set[int] = set()
+        self._examples = 0
         self._begin = self._changed = self._printed = time.monotonic()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._begin_bytes: int | None = None
         self._signs: tuple = ()
+        self.counts = Counts()
+        self.shard_tokens: Counter[int] = Counter()
+        self.all_units_done = False
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -62,7 +77,13 @@ class Progress:
         now = time.monotonic()
         text = f"{self._title}, {now - self._begin:.0f} s"
         if self._finished:
-            done, signs = self._look_at_work()
+            try:
+                done, signs = self._look_at_work()
+            except Exception as error:
+                # Stores have errors of their own for networks that fail; the next look may succeed.
+                if not (isinstance(error, OSError) or is_url(self._plan.work)):
+                    raise
+                return
             if signs != self._signs:
                 self._signs, self._changed = signs, now
             if self._begin_bytes is None:
@@ -88,28 +109,40 @@ class Progress:
     def _look_at_work(self) -> tuple[Done, tuple]:
         """(what is done, something that changes whenever work goes on)."""
         plan = self._plan
-        finished = {name for name in entry_names(plan.work / self._finished) if not name.startswith(".")}
+        keys = plan.unit_keys if self._finished == UNITS else plan.sample_keys
+        found = {name.partition(".")[0] for name in entry_names(plan.pieces / self._finished)}
+        finished = {unit for unit, key in enumerate(keys) if key in found}
         if self._finished == UNITS:
-            for name in finished - self._examples.keys():
-                self._examples[name] = json.loads((plan.work / UNITS / name).read_text())["examples"]
-        done = sum(plan.units[int(name.partition(".")[0])].bytes for name in finished)
-        examples = sum(self._examples.values())
+            for unit in sorted(finished - self._counted):
+                self._count(json.loads(plan.unit_report(unit).read_text()))
+                self._counted.add(unit)
+            self.all_units_done = len(finished) == len(keys)
+        done = sum(plan.units[unit].bytes for unit in finished)
+        examples = self._examples
+        sources = entry_names(plan.pieces / SOURCES)
+        shards = {name for name in entry_names(plan.work / SHARD_REPORTS) if not name.startswith(".")}
+        numbers = {f"{self._finished}-{key}": unit for unit, key in enumerate(keys)}
+        made = {f"{SOURCES}-{name}" for name in sources} | {f"{SHARD_REPORTS}-{name}" for name in shards}
         beats = []
-        for name in sorted(entry_names(plan.work / HEARTBEATS)):
-            if name.startswith(".") or name in finished or name + "l" in finished:
+        for name in sorted(entry_names(plan.work / HEARTBEATS) - made):
+            unit = numbers.get(name.partition(".")[0])
+            if name.startswith(".") or unit in finished:
                 continue
-            number = int(name.partition(".")[0])
-            beat = self._beat(number)
-            beats.append((number, *beat.values()))
-            done += beat.get("bytes", 0)
-            examples += beat.get("examples", 0)
-        sources = len(entry_names(plan.work / SOURCES))
-        shards = sum(not name.startswith(".") for name in entry_names(plan.work / SHARD_REPORTS))
-        return Done(done, examples, shards), (len(finished), sources, shards, tuple(beats))
+            beat = self._beat(name)
+            beats.append((name, *beat.values()))
+            if unit is not None:
+                done += beat.get("bytes", 0)
+                examples += beat.get("examples", 0)
+        return Done(done, examples, len(shards)), (len(finished), len(sources), len(shards), tuple(beats))
 
-    def _beat(self, unit: int) -> dict:
+    def _count(self, report: dict) -> None:
+        self._examples += report["examples"]
+        self.counts.add(counts_of(report))
+        self.shard_tokens.update({int(shard): tokens for shard, tokens in report["tokens"].items()})
+
+    def _beat(self, name: str) -> dict:
         try:
-            return json.loads(self._plan.heartbeat(unit).read_text())
+            return json.loads((self._plan.work / HEARTBEATS / name).read_text())
         except (OSError, ValueError):
             return {}
 

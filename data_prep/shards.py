@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from configs.schema import ConfigError, fingerprint
+from configs.schema import ConfigError, DataConfig, fingerprint
 from data_prep.files import (
     COPY_BYTES,
     file_sizes,
@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 VOCABULARY = "spiece.model"
 SPLITS = ("train", "validation")
 ROWS_PER_BATCH = 16384
+MOST_TOKENS = 2**31 - 1
+"""In a shard: Arrow's lists have offsets of 32 bits."""
 COPIERS = 4
 
 
@@ -60,6 +62,16 @@ def shard_schema(vocabulary_size: int, static_masks: bool) -> pa.Schema:
             ("copy", pa.uint16()),
         ]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def check_shard_tokens(name: str, tokens: int, data: DataConfig) -> None:
+    """Refuse a shard `name` of examples that have more `tokens`, in all copies of static masking, than it can hold."""
+    tokens *= data.masking.copies
+    if tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"{name} would hold {tokens:,} tokens or more, a shard takes {MOST_TOKENS:,}: "
+            f"raise data.shards ({data.shards})"
+        )
 
 
 def write_shard(path: Path, table: pa.Table) -> dict:

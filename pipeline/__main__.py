@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from configs.schema import load_config, run_command
+from configs.schema import CACHE, load_config, run_command
 
 app = typer.Typer(
     add_completion=False,
@@ -40,6 +40,7 @@ def inspect(
     config: Annotated[str | None, typer.Option(help="say how much its batches would be padded")] = None,
     examples: Annotated[int, typer.Option(min=0, help="examples to show")] = 3,
     verify: Annotated[bool, typer.Option(help="digest every file and compare with the manifest")] = False,
+    cache: Annotated[str, typer.Option(help="the folder for the copy of a data folder that is a URL")] = CACHE,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Show what a data folder holds: counts, drops by reason, lengths, labels, padding, and some examples."""
@@ -50,7 +51,7 @@ def inspect(
 
         from pipeline.inspection import dataset_summary, open_dataset, print_dataset
 
-        dataset = open_dataset(folder, verify)
+        dataset = open_dataset(folder, verify, cache)
         summary = dataset_summary(dataset, training)
         if as_json:
             typer.echo(json.dumps(summary, indent=1))

@@ -39,6 +39,16 @@ def refusal(*overrides: str, path: Path) -> str:
     return message
 
 
+@pytest.mark.parametrize("language", ["english", "e", "''", "de_DE", "pt-BRA"])
+def test_what_is_no_language_code_is_refused(config_file, language):
+    assert "is no language code such as en" in refusal(f"data.language={language}", path=config_file)
+
+
+@pytest.mark.parametrize("language", ["en", "yue", "pt-BR", "zh-Hant", "sr-Latn-RS", "es-419"])
+def test_language_codes_are_taken_with_script_and_region(config_file, language):
+    assert load_config(config_file, [f"data.language={language}"]).data.language == language
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

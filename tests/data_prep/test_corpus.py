@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -310,6 +311,44 @@ def test_identity_of_a_file_follows_its_content(tmp_path):
     assert source_of(path).identity != before.identity
 
 
+def write_texts(path: Path, count: int) -> None:
+    """A file of `count` documents "one"."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": ["one"] * count}), path)
+    else:
+        content = b'{"text": "one"}\n' * count if "jsonl" in path.name else b"one\n\n" * count
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.txt", "text"), ("a.txt.gz", "text"), ("a.jsonl", "jsonl"), ("a.parquet", "parquet")]
+)
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_file_that_changes_after_it_was_listed_is_named(tmp_path, name, kind, when):
+    path = tmp_path / name
+    write_texts(path, 1000)
+    (unit,) = split_units([source_of(path, kind=kind)])
+    documents = iter(read_documents(unit))
+    if when == "while":
+        assert next(documents).text.strip() == "one"
+    write_texts(path, 999)
+    for read in (lambda: list(documents), unit.source.sha256):
+        with pytest.raises(OSError, match=rf"{name} changed while it was read: run the same command again"):
+            read()
+
+
+def test_a_file_that_was_replaced_by_one_of_its_size_is_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    source = source_of(path)
+    os.utime(path, ns=(0, os.stat(path).st_mtime_ns + 1))
+    with pytest.raises(OSError, match="changed while it was read"):
+        list(read_documents(split_units([source])[0]))
+    path.unlink()
+    with pytest.raises(OSError, match=r"a\.txt cannot be read: .*No such file"):
+        source.sha256()
+
+
 def test_units_cover_a_file_without_overlap(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x\n")
@@ -319,6 +358,16 @@ def test_units_cover_a_file_without_overlap(tmp_path):
     assert [unit.begin for unit in units] == [0, *(unit.end for unit in units[:-1])]
     assert units[-1].end == large.bytes == sum(unit.bytes for unit in units)
     assert len({unit.identity for unit in units}) == len(units)
+
+
+def test_a_file_is_parted_alike_beside_another_that_was_added(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text("x\n")
+    first, second = (source_of(tmp_path / name) for name in "ab")
+    large = replace(first, bytes=600 * 2**20)
+    alone = [unit.identity for unit in split_units([large])]
+    beside = [unit.identity for unit in split_units([replace(second, bytes=70 * 2**20), large])]
+    assert 128 <= len(alone) <= 256 and set(alone) < set(beside)
 
 
 def test_parquet_rows_that_are_no_unicode_are_named(tmp_path):

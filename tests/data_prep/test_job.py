@@ -1,7 +1,7 @@
+import io
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
-from configs.schema import load_config
+from configs.schema import ConfigError, load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.locks import locked
-from data_prep.prepare import finished_dataset
+from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset
 from data_prep.vocabulary import CLS, MASK, SEP, Vocabulary
@@ -379,11 +380,37 @@ def test_a_missing_config_is_refused_in_one_line(tmp_path, data_prep):
     assert process.returncode == 2 and errors.count("\n") == 1 and "absent.yaml not found; presets: " in errors
 
 
-def test_a_vocabulary_too_large_for_the_corpus_is_refused_in_one_line(tmp_path, corpus, write_config, data_prep):
-    config = write_config(tmp_path, "refused", inputs=corpus, vocab={"size": 30_000})
+def test_a_vocabulary_too_large_for_the_corpus_is_refused_and_the_samples_are_kept_for_another(
+    tmp_path, write_config, data_prep, pseudo_documents
+):
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(pseudo_documents(30, number)))
+    inputs = [{"kind": "text", "path": str(tmp_path / "*.txt")}]
+    config = write_config(tmp_path, "refused", inputs=inputs, vocab={"size": 30_000})
     message = refused(data_prep("--config", config))
     assert "data.vocab.size 30000 is too large for this corpus: the largest that works is " in message
-    assert not (tmp_path / "refused").exists()
+    assert not any((tmp_path / "refused").glob("[!.]*"))
+
+    def samples() -> set[tuple[str, int]]:
+        found = (tmp_path / "refused").glob(".work-pieces/samples/*.jsonl")
+        return {(path.name, path.stat().st_mtime_ns) for path in found}
+
+    first = samples()
+    (tmp_path / "0.txt").write_text("\n\n".join(pseudo_documents(31, 2)))
+    (tmp_path / "00.txt").write_text("\n\n".join(pseudo_documents(20, 3)))
+    refused(data_prep("--config", config, "--set", "data.vocab.size=20000"))
+    assert len(first) == 2 and len(samples()) == 3 and len(first & samples()) == 1
+
+
+def test_more_tokens_than_a_shard_holds_are_refused_by_its_name(tmp_path, corpus, jobs, write_config, monkeypatch):
+    monkeypatch.setattr("data_prep.shards.MOST_TOKENS", 100)
+    given = {"model": str(jobs["first"].result() / "spiece.model")}
+    config = load_config(write_config(tmp_path, "refused", inputs=corpus, vocab=given, shards=1))
+    expected = (
+        r"train-00000-of-00001.arrow would hold [\d,]+ tokens or more, a shard takes 100: raise data.shards \(1\)"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        prepare(config, [], Console(file=io.StringIO()))
 
 
 def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
@@ -392,7 +419,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep
     assert "bad.jsonl.gz cannot be read" in refused(
         data_prep("--config", write_config(tmp_path, "refused", inputs=inputs))
     )
-    assert not (tmp_path / "refused").exists()
+    assert not any((tmp_path / "refused").glob("[!.]*"))
 
 
 def test_a_second_start_is_refused_while_the_first_holds_the_folder(tmp_path, corpus, write_config, data_prep):
@@ -404,18 +431,31 @@ def test_a_second_start_is_refused_while_the_first_holds_the_folder(tmp_path, co
     assert not (tmp_path / "held").exists()
 
 
-def test_too_many_bad_records_are_refused_with_their_places(tmp_path, jobs, write_config, data_prep, pseudo_documents):
+def test_too_many_bad_records_are_refused_and_then_allowed_with_another_file_without_doing_the_work_again(
+    tmp_path, jobs, write_config, data_prep, pseudo_documents
+):
     lines = [json.dumps({"text": text}) for text in pseudo_documents(50, 22)]
     lines[7:9] = ["{broken", '{"other": 1}']
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
-    shutil.copy(jobs["first"].result() / "spiece.model", tmp_path)
     settings = {
-        "inputs": [{"kind": "jsonl", "path": str(tmp_path / "bad.jsonl")}],
-        "vocab": {"model": str(tmp_path / "spiece.model")},
+        "inputs": [{"kind": "jsonl", "path": str(tmp_path / "*.jsonl")}],
+        "vocab": {"model": str(jobs["first"].result() / "spiece.model")},
     }
-    message = refused(data_prep("--config", write_config(tmp_path, "refused", **settings)))
+    config = write_config(tmp_path, "refused", **settings)
+    message = refused(data_prep("--config", config))
     assert "2 of 50 documents are unreadable" in message and "(broken_json)" in message and "(missing_field)" in message
-    assert not (tmp_path / "refused").exists()
+    (report,) = (tmp_path / "refused").glob(".work-pieces/units/*.json")
+    report.write_text(report.read_text().replace('"kind": "broken_json"', '"kind": "as it was found"'))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": pseudo_documents(1, 23)[0]}))
+    allowed = data_prep("--config", config, "--set", "data.max_bad_fraction=0.04")
+    straight = data_prep("--config", write_config(tmp_path, "straight", **settings, max_bad_fraction=0.5))
+    for process in (allowed, straight):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    found, expected = (contents(tmp_path / name) for name in ("refused", "straight"))
+    manifest = found.pop("manifest.json").replace(b"as it was found", b"broken_json")
+    assert manifest == expected.pop("manifest.json") and found == expected
+    assert finished_dataset(load_config(config)) is not None
 
 
 def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):

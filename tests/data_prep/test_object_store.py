@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from configs.schema import ConfigError, load_config
+from configs.schema import ConfigError, InputConfig, load_config
+from data_prep.corpus import list_sources, read_documents, split_units
 from data_prep.files import located, write_whole
 from data_prep.locks import locked
 from data_prep.prepare import finished_dataset
@@ -110,6 +111,18 @@ def test_a_finished_folder_in_a_store_is_found_until_an_input_changes(prepared, 
     finally:
         store.pipe_file("albert/corpus/plain.jsonl", former)
     assert finished_dataset(config) is not None
+
+
+def test_an_object_that_changes_after_it_was_listed_is_named(store):
+    for content in (b"two", b"three"):
+        store.pipe_file("albert/changing/a.txt", b"one")
+        (source,) = list_sources((InputConfig(kind="text", path="s3://albert/changing/*.txt"),))
+        (unit,) = split_units([source])
+        assert [document.text for document in read_documents(unit)] == ["one"]
+        store.pipe_file("albert/changing/a.txt", content)
+        for read in (lambda unit=unit: list(read_documents(unit)), source.sha256):
+            with pytest.raises(OSError, match=r"s3://albert/changing/a\.txt changed while it was read"):
+                read()
 
 
 def test_training_reads_a_store_through_a_cache_that_it_checks(prepared, corpus, overrides, store):
