@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -261,12 +262,7 @@ class StepFailedError(RuntimeError):
 
 
 def _manifest(plan: Plan) -> dict:
-    """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone.
-
-    `examples`, `tokens` and `documents.used` are those of the shards. `corpus` (words, tokens, truncated tokens), and
-    with it `unknown_fraction` and `tokens_per_word`, counts what was read: before duplicates are removed, for a
-    document's row no longer tells its words and what was cut off.
-    """
+    """The manifest, from the reports of units, sources and shards: a function of config, seed and inputs alone."""
     counts = Counts()
     for report in _reports(plan.unit_report(unit) for unit in range(len(plan.units))):
         counts.add(counts_of(report))

@@ -21,7 +21,7 @@ BAR_WIDTH = 40
 
 def dataset_summary(dataset: Dataset, training: TrainingConfig | None = None) -> dict:
     """Counts and distributions of `dataset`, JSON-serialisable; padding is that of `training`'s batches (default:
-    the published batch of 4096). Shares of unknown and truncated tokens are those before duplicates are removed."""
+    the published batch of 4096)."""
     manifest = dataset.manifest
     corpus, data = manifest["corpus"], manifest["config"]
     train = dataset.split("train")
@@ -61,12 +61,9 @@ def print_dataset(dataset: Dataset, summary: dict, examples: int, console: Conso
     counted = summary["sentence_labels"]
     balance = ", ".join(f"{count / sum(counted.values()):.1%} {labels[name]}" for name, count in counted.items())
     table.add_row("sentence labels", balance)
-    of_all = ", duplicates counted too" if documents["dropped"].get("duplicate") else ""
-    table.add_row(
-        "vocabulary", f"{summary['vocabulary_size']:,} pieces, {summary['tokens_per_word']:.3f} a word{of_all}"
-    )
-    table.add_row("unknown tokens", f"{summary['unknown_fraction']:.4%}{of_all}")
-    table.add_row("truncated tokens", f"{summary['truncated_fraction']:.2%}{of_all}")
+    table.add_row("vocabulary", f"{summary['vocabulary_size']:,} pieces, {summary['tokens_per_word']:.3f} a word")
+    table.add_row("unknown tokens", f"{summary['unknown_fraction']:.4%}")
+    table.add_row("truncated tokens", f"{summary['truncated_fraction']:.2%}")
     batch = (
         f"global batches of {summary['global_batch_size']:,}, micro-batches of {summary['micro_batch_tokens']:,} tokens"
     )

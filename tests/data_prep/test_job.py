@@ -161,6 +161,18 @@ def test_every_document_is_used_or_counted_as_dropped(jobs, documents):
     assert len({document for table in found for document in table["document"].to_pylist()}) == counted["used"]
 
 
+def test_text_that_is_dropped_with_duplicates_is_not_counted(jobs, documents):
+    manifest = manifest_of(jobs["first"].result())
+    model = Vocabulary.load(jobs["first"].result() / "spiece.model")
+    encoded = {found.normalized: found for found in model.encode_documents(documents, "en")}
+    assert len(encoded) == len(documents) - DUPLICATES
+    corpus = manifest["corpus"]
+    assert corpus["words"] == sum(len(normalized.split(" ")) for normalized in encoded)
+    assert corpus["tokens"] == sum(len(found.ids) for found in encoded.values())
+    assert corpus["tokens"] - corpus["truncated_tokens"] == manifest["tokens"] - 3 * manifest["examples"]
+    assert manifest["vocabulary"]["tokens_per_word"] == round(corpus["tokens"] / corpus["words"], 6)
+
+
 def test_few_bad_records_are_counted_and_shown(jobs, documents):
     counted = manifest_of(jobs["nsp"].result())["documents"]
     assert counted["read"] == len(documents) + 2 and counted["used"] == len(documents) - DUPLICATES

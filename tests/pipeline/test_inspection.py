@@ -1,14 +1,12 @@
-import io
 import json
 import shutil
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from rich.console import Console
 
 from data_prep.shards import Dataset
-from pipeline.inspection import dataset_summary, example_texts, print_dataset
+from pipeline.inspection import example_texts
 from tests.small_run import run
 
 
@@ -59,16 +57,6 @@ def test_the_copy_of_a_url_goes_where_cache_says(small_data, tmp_path):
     (copy,) = (tmp_path / "cache").iterdir()
     assert f"copying {url} to {copy}" in result.stderr
     assert (copy / "manifest.json").exists() and any(copy.glob("train-*.arrow"))
-
-
-def test_shares_that_count_duplicates_are_told_apart(small_data):
-    dataset = Dataset.open(small_data / "data")
-    summary = dataset_summary(dataset)
-    for duplicates in (0, 3):
-        out = io.StringIO()
-        summary["documents"]["dropped"] = {"duplicate": duplicates} if duplicates else {}
-        print_dataset(dataset, summary, 0, Console(file=out, width=200))
-        assert out.getvalue().count("duplicates counted too") == (3 if duplicates else 0)
 
 
 @pytest.mark.parametrize("arguments", [["/nowhere"], ["altered", "--verify"]])
