@@ -40,7 +40,7 @@ class Event:
     text: str
 
 
-class Diverged(Exception):
+class DivergedError(Exception):
     """Training cannot go on from where it is. `batch` is the number of the global batch of the last step."""
 
     def __init__(self, event: Event, batch: int):
@@ -119,7 +119,8 @@ class DivergenceWatch:
             return None
         state.reported_plateau = True
         what = "has not left" if state.last_below is None else "is back at"
-        text = f"step {step:,}: the MLM loss {what} that of a unigram model ({state.smooth:.3f} of {self._unigram:.3f} nats)"
+        levels = f"{state.smooth:.3f} of {self._unigram:.3f} nats"
+        text = f"step {step:,}: the MLM loss {what} that of a unigram model ({levels})"
         healthy = 0 if state.last_below is None else self.healthy_step(step)
         return Event("plateau", step, healthy, state.smooth, self._unigram, text)
 
