@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -219,6 +219,22 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 3
 
 
+class DivergenceConfig(Section):
+    """What to do when the loss jumps, falls back to that of a unigram model, or is not finite. Short: the action alone.
+
+    `warn` says so and goes on (not past what is not finite), `stop` ends the run at the checkpoint from before,
+    `rollback` goes on from there at a lower rate and with other batches.
+    """
+
+    action: Literal["warn", "stop", "rollback"] = "warn"
+    factor: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="rollback: multiplies the learning rate")
+    at_most: PositiveInt = Field(3, description="rollback: so many times, then stop")
+
+
+def _section_of_action(value: Any) -> Any:
+    return {"action": value} if isinstance(value, str) else value
+
+
 class TrainingConfig(Section):
     output: LocalPath
     init_from: LocalPath | None = None
@@ -234,6 +250,7 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 1
     activation_checkpointing: bool = False
+    on_divergence: Annotated[DivergenceConfig, BeforeValidator(_section_of_action)] = DivergenceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     deepspeed: dict[str, Any] = Field({}, description="merged into the generated DeepSpeed configuration")

@@ -65,15 +65,24 @@ def incompleteness(path: Path) -> str | None:
     return None
 
 
-def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in `folder`, and a line for each newer one that was passed over."""
+def newest_complete(folder: Path, last_step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint in `folder` (of `last_step` at most), and a line for each newer one that was
+    passed over."""
     passed_over = []
     for step, path in sorted(_found(folder), reverse=True):
+        if last_step is not None and step > last_step:
+            continue
         reason = incompleteness(path)
         if reason is None:
             return Checkpoint(path, step), passed_over
         passed_over.append(f"{path}: {reason}")
     return None, passed_over
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints in `folder` that are newer than `step`, the newest first."""
+    for _, path in sorted((found for found in _found(folder) if found[0] > step), reverse=True):
+        _remove(path)
 
 
 def opened(path: Path) -> Checkpoint:
@@ -99,10 +108,13 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
-    def write(self, step: int, weights: dict, moments: dict, state: dict) -> None:
-        """Start writing; waits for the one before, and raises its error if it failed."""
+    def write(self, step: int, weights: dict, moments: dict, state: dict, trusted: int | None = None) -> None:
+        """Start writing; waits for the one before, and raises its error if it failed.
+
+        The newest checkpoint of step `trusted` at most is kept beside the newest ones.
+        """
         self.wait()
-        self._pending = self._pool.submit(self._write, step, weights, moments, state)
+        self._pending = self._pool.submit(self._write, step, weights, moments, state, trusted)
 
     def wait(self) -> None:
         """Return when nothing is being written; raises `OSError` if the last write failed."""
@@ -110,7 +122,7 @@ class CheckpointWriter:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _write(self, step: int, weights: dict, moments: dict, state: dict) -> None:
+    def _write(self, step: int, weights: dict, moments: dict, state: dict, trusted: int | None) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -133,18 +145,25 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"checkpoint {path} could not be written: {error}") from error
-        self._prune(step)
+        self._prune(step, trusted)
 
-    def _prune(self, newest: int) -> None:
-        """Keep `newest` and the ones before it, `keep` in all; what is left of writes that were cut off goes too."""
+    def _prune(self, newest: int, trusted: int | None) -> None:
+        """Keep `newest` and the ones before it, `keep` in all, and the newest up to `trusted`; what is left of writes
+        that were cut off goes too."""
         found = sorted(_found(self._folder))
         kept = [path for step, path in found if step <= newest][-self._keep :]
+        if trusted is not None:
+            kept += [path for step, path in found if step <= trusted][-1:]
         for _, path in found:
             if path not in kept:
-                (path / MARKER).unlink(missing_ok=True)
-                shutil.rmtree(path)
+                _remove(path)
         for partial in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    (path / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from training.lamb import Lamb, parameter_groups
 from training.model import Albert, PretrainingLosses, pretraining_losses
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed's dynamic loss scaler remembers."""
 
 
 def join_processes() -> tuple[int, int]:
@@ -97,6 +99,7 @@ class Resumed:
 
     step: int
     state: State
+    loss_scale: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -150,6 +153,7 @@ class Engine:
         self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
             self._set_finished_steps(resumed.step)
+            set_loss_scale(self._engine.optimizer, resumed.loss_scale)
 
     @property
     def device(self) -> torch.device:
@@ -214,6 +218,10 @@ class Engine:
                 whole = self._whole(group, [self._optimizer.state[master][moment] for master in masters])
                 moments |= {f"{name}.{moment}": tensor for name, tensor in whole.items()}
         return State(weights, moments)
+
+    def loss_scale(self) -> dict[str, float]:
+        """What fp16's dynamic loss scaler remembers; nothing in other precisions."""
+        return loss_scale_of(self._engine.optimizer)
 
     @torch.no_grad()
     def _measure_and_clip(self) -> None:
@@ -287,6 +295,19 @@ class Engine:
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
+
+
+def loss_scale_of(optimizer: object) -> dict[str, float]:
+    """What the dynamic loss scaler of DeepSpeed's `optimizer` remembers; nothing where there is none."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return {name: getattr(scaler, name) for name in LOSS_SCALE} if getattr(scaler, "dynamic", False) else {}
+
+
+def set_loss_scale(optimizer: object, remembered: dict[str, float]) -> None:
+    """Give the dynamic loss scaler of `optimizer`, if it has one, what another remembered."""
+    if loss_scale_of(optimizer):
+        for name, value in remembered.items():
+            setattr(optimizer.loss_scaler, name, value)
 
 
 def fitted_weights(model: Albert, weights: dict[str, Tensor]) -> dict[str, Tensor]:

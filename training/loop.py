@@ -4,15 +4,17 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 
 from configs.schema import Config
 from training.batches import Batches, RankBatch
 from training.checkpoint import CheckpointWriter
+from training.divergence import DivergedError, DivergenceWatch, Event, not_finite
 from training.engine import Engine
 from training.evaluate import LossSums, validation_metrics
 from training.schedule import learning_rate_at
-from training.tracking import MetricsFile
+from training.tracking import EventsFile, MetricsFile
 
 REPORT_SECONDS = 10.0
 
@@ -31,17 +33,36 @@ class StopRequest:
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """How far a run has come, and what it passed over: step s (from 0) learns from global batch s + `batch_offset`.
 
-    step: int
-    tokens: int
+    `rate_factor` multiplies the learning rate; `rollbacks` has an entry for each, oldest first; `skipped_steps` counts
+    the updates that fp16 passed over.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    batch_offset: int = 0
+    rate_factor: float = 1.0
+    skipped_steps: int = 0
+    rollbacks: list[dict] = field(default_factory=list)
+
+    @classmethod
+    def of_state(cls, state: dict) -> "Progress":
+        """Where the checkpoint with `state` stood."""
+        return cls(state["step"], state["tokens"], **state.get("course", {}))
+
+    def state(self) -> dict:
+        """What a checkpoint's state says of it."""
+        course = asdict(self)
+        return {"step": course.pop("step"), "tokens": course.pop("tokens"), "course": course}
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """What rank 0 keeps of a run: its metrics, and its checkpoints with `state(progress)` in them."""
+    """What rank 0 keeps of a run: its metrics, its events, and its checkpoints with `state(progress)` in them."""
 
     metrics: MetricsFile
+    events: EventsFile
     checkpoints: CheckpointWriter
     state: Callable[[Progress], dict]
 
@@ -54,67 +75,84 @@ def train(
     progress: Progress,
     stop: StopRequest,
     recorder: Recorder | None,
+    watch: DivergenceWatch,
     unigram_cross_entropy: float,
 ) -> bool:
     """Go on from `progress` (which is kept up to date) to the last step; only rank 0 has a `recorder`.
 
-    Returns whether a signal, to whichever rank, ended it early. Raises `FloatingPointError` at the first loss or
-    gradient that is not finite, without saving what it led to.
+    Returns whether a signal, to whichever rank, ended it early. Raises `DivergedError`, on all ranks and
+    without saving what it led to, at the first loss or gradient that is not finite, and at what `watch` notices unless
+    the run is to go on.
     """
     training = config.training
     last_step = min(training.steps, training.stop_after or training.steps)
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
+    peak = training.learning_rate * progress.rate_factor
     stopping = False
-    prefetched = batches.prefetched(progress.step, last_step)
-    batch = next(prefetched, None)
-    pending = engine.count_masked(batch) if batch else None
-    while batch is not None:
-        begin = time.monotonic()
-        masked = pending.value()
-        following = next(prefetched, None)
-        waited = time.monotonic() - begin
-        pending = engine.count_masked(following) if following else None
-        rate = learning_rate_at(progress.step, training.learning_rate, training.warmup_steps, training.steps)
-        sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested)
-        progress.step += 1
-        progress.tokens += batch.tokens
-        _check_finite(sums, engine.gradient_norm, progress.step, rate, training.precision)
-        seconds = time.monotonic() - begin
-        values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
-        ending = stopping or progress.step == last_step
-        if progress.step % training.evaluate.every == 0 or (ending and not stopping):
-            evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches))
-            values |= validation_metrics(evaluated, config.data.sentence_objective)
-            values["validation/unigram_cross_entropy"] = unigram_cross_entropy
-        if recorder is not None:
-            recorder.metrics.append(progress.step, progress.tokens, values)
-            report.step(values, batch.tokens)
-        if progress.step % training.checkpoint.every == 0 or ending:
-            _save(engine, recorder, progress)
-        if stopping:
-            break
-        batch = following
-    prefetched.close()
+    offset = progress.batch_offset
+    with closing(batches.prefetched(progress.step + offset, last_step + offset)) as prefetched:
+        batch = next(prefetched, None)
+        pending = engine.count_masked(batch) if batch else None
+        while batch is not None:
+            begin = time.monotonic()
+            masked = pending.value()
+            following = next(prefetched, None)
+            waited = time.monotonic() - begin
+            pending = engine.count_masked(following) if following else None
+            rate = learning_rate_at(progress.step, peak, training.warmup_steps, training.steps)
+            sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested)
+            progress.step += 1
+            progress.tokens += batch.tokens
+            event = _observed(watch, sums, engine.gradient_norm, progress, rate, training.precision)
+            if event is not None and (event.kind == "not_finite" or training.on_divergence.action != "warn"):
+                raise DivergedError(event, progress.step - 1 + offset)
+            seconds = time.monotonic() - begin
+            values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
+            if training.precision == "fp16":
+                values["train/skipped_steps"] = progress.skipped_steps
+            if event is not None:
+                values["train/divergence"] = 1
+            ending = stopping or progress.step == last_step
+            if progress.step % training.evaluate.every == 0 or (ending and not stopping):
+                evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches))
+                values |= validation_metrics(evaluated, config.data.sentence_objective)
+                values["validation/unigram_cross_entropy"] = unigram_cross_entropy
+            if recorder is not None:
+                recorder.metrics.append(progress.step, progress.tokens, values)
+                report.step(values, batch.tokens)
+                if event is not None:
+                    print(f"warning: {event.text}", flush=True)
+                    recorder.events.append({**asdict(event), "action": "warn"})
+            if progress.step % training.checkpoint.every == 0 or ending:
+                _save(engine, recorder, progress, watch)
+            if stopping:
+                break
+            batch = following
     if recorder is not None:
         recorder.checkpoints.wait()
     return stopping
 
 
-def _save(engine: Engine, recorder: Recorder | None, progress: Progress) -> None:
+def _save(engine: Engine, recorder: Recorder | None, progress: Progress, watch: DivergenceWatch) -> None:
     state = engine.gathered_state()
     if recorder is not None:
-        recorder.checkpoints.write(progress.step, state.weights, state.moments, recorder.state(progress))
+        described = recorder.state(progress) | {"watch": watch.state(), "loss_scale": engine.loss_scale()}
+        trusted = watch.healthy_step(progress.step)
+        recorder.checkpoints.write(progress.step, state.weights, state.moments, described, trusted)
 
 
-def _check_finite(sums: LossSums, gradient_norm: float, step: int, rate: float, precision: str) -> None:
-    finite = math.isfinite(sums.mlm_loss) and math.isfinite(sums.sentence_loss)
-    # In fp16 gradients overflow now and then: DeepSpeed passes over the step and lowers its loss scale.
-    if not (finite and (math.isfinite(gradient_norm) or precision == "fp16")):
-        raise FloatingPointError(
-            f"step {step} is not finite (loss {sums.mean_mlm_loss + sums.mean_sentence_loss}, gradient norm "
-            f"{gradient_norm}, learning rate {rate:.3g}): the last checkpoint is kept; a lower training.learning_rate "
-            "or a longer warm-up may help"
-        )
+def _observed(
+    watch: DivergenceWatch, sums: LossSums, gradient_norm: float, progress: Progress, rate: float, precision: str
+) -> Event | None:
+    """What is wrong with the step just finished. In fp16 gradients overflow now and then: DeepSpeed passes over the
+    step and lowers its loss scale, and here it is counted."""
+    loss = sums.mean_mlm_loss + sums.mean_sentence_loss
+    if math.isfinite(loss) and math.isfinite(gradient_norm):
+        return watch.observe(progress.step, sums.mean_mlm_loss)
+    if precision == "fp16":
+        progress.skipped_steps += 1
+        return None
+    return not_finite(progress.step, watch.healthy_step(progress.step), loss, gradient_norm, rate)
 
 
 def _training_metrics(

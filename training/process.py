@@ -1,7 +1,9 @@
 """One training process, from joining the others to leaving them."""
 
+import gc
 import json
 import sys
+from dataclasses import asdict, replace
 
 import deepspeed
 import torch
@@ -11,8 +13,9 @@ from configs.schema import Config, ConfigError, flat, resolved
 from data_prep.files import located, write_whole
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
-from training.batches import Batches
-from training.checkpoint import CheckpointWriter
+from training.batches import Batches, global_batch
+from training.checkpoint import Checkpoint, CheckpointWriter, drop_after, newest_complete
+from training.divergence import DivergedError, DivergenceWatch
 from training.engine import Engine, Resumed, State, deepspeed_config, join_processes
 from training.evaluate import unigram_cross_entropy
 from training.loop import Progress, Recorder, StopRequest, train
@@ -22,15 +25,18 @@ from training.tracking import (
     DATA_DIGEST,
     DATA_FOLDER,
     DATA_RUN,
+    EVENTS,
     GIT_COMMIT,
     METRICS,
     RUN_ID,
     BackgroundRun,
+    EventsFile,
     MetricsFile,
     git_commit,
 )
 
 DEEPSPEED_CONFIG = "ds_config.json"
+EXAMPLES_SHOWN = 5
 MLFLOW_ANSWER_SECONDS = 15.0
 """How long the first checkpoint waits for the id of its run."""
 MLFLOW_CLOSE_SECONDS = {"FINISHED": 60.0, "KILLED": 10.0, "FAILED": 10.0}
@@ -58,42 +64,127 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         )
 
     validation = batches(validation_split, 0, (rank, world_size), fixed=True)
-    resumed = None
-    checkpoint = folder.checkpoint
-    if checkpoint is not None:
-        resumed = Resumed(checkpoint.step, State(checkpoint.weights(), checkpoint.moments()))
-    initial = folder.initial.weights() if folder.initial is not None else None
-    engine = Engine(config, vocabulary.size, initial, resumed)
-    progress = Progress(checkpoint.step, checkpoint.state["tokens"]) if checkpoint is not None else Progress(0, 0)
-
-    recorder = tracker = None
-    unigram = float("nan")
+    unigram = [float("nan")]
     if rank == 0:
         whole_validation = batches(validation_split, 0, (0, 1), fixed=True)
-        unigram = unigram_cross_entropy(
-            train_split, whole_validation.one_pass(config.training.evaluate.batches), vocabulary.size
-        )
-        recorder, tracker = _start_recording(config, dataset, folder, progress)
-        _print_start(config, dataset, folder, engine, world_size)
-    status = "FAILED"
-    stopped = False
-    try:
-        # Before the first step there is nothing to save: until here signals end the process.
-        stop = StopRequest()
-        train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
-        stopped = train(config, engine, train_batches, validation, progress, stop, recorder, unigram)
-        status = "KILLED" if stopped else "FINISHED"
-    except (FloatingPointError, OSError) as error:
+        unigram = [
+            unigram_cross_entropy(
+                train_split, whole_validation.one_pass(config.training.evaluate.batches), vocabulary.size
+            )
+        ]
+    # Every rank's watch must come to the same decisions.
+    dist.broadcast_object_list(unigram)
+    train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
+    checkpoint, rollbacks = folder.checkpoint, None
+    stop = recorder = tracker = None
+    while True:
+        engine = _engine(config, vocabulary.size, folder, checkpoint)
+        progress = Progress.of_state(checkpoint.state) if checkpoint is not None else Progress()
+        if rollbacks is not None:
+            progress = _lowered(config, progress, rollbacks)
+        watch_state = checkpoint.state.get("watch") if checkpoint is not None else None
+        watch = DivergenceWatch(unigram[0], config.training.warmup_steps, config.training.steps, watch_state)
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    finally:
-        if rank == 0:
-            _finish_recording(folder, tracker, status)
+            recorder, tracker = _start_recording(config, dataset, folder, progress)
+            if rollbacks is None:
+                _print_start(config, dataset, folder, engine, world_size)
+        status, stopped, diverged = "FAILED", False, None
+        try:
+            # Before the first step there is nothing to save: until here signals end the process.
+            stop = stop or StopRequest()
+            stopped = train(config, engine, train_batches, validation, progress, stop, recorder, watch, unigram[0])
+            status = "KILLED" if stopped else "FINISHED"
+        except DivergedError as error:
+            diverged = error
+            if recorder is not None:
+                recorder.checkpoints.wait()
+        except OSError as error:
+            if rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)
+        finally:
+            if rank == 0:
+                _finish_recording(folder, tracker, status)
+        if diverged is None:
+            break
+        examples, _ = global_batch(config.seed, diverged.batch, config.training.global_batch_size, train_split.rows)
+        checkpoint = _answered(config, folder, progress, diverged, examples.tolist(), recorder)
+        rollbacks = [*progress.rollbacks, _rollback(progress, diverged, checkpoint)]
+        del engine
+        gc.collect()
     if rank == 0:
         state = "stopped, saved" if stopped else "finished"
         print(f"training: {folder.path} {state} at step {progress.step:,}", flush=True)
     dist.destroy_process_group()
+
+
+def _engine(config: Config, vocabulary_size: int, folder: RunFolder, checkpoint: Checkpoint | None) -> Engine:
+    if checkpoint is not None:
+        state = State(checkpoint.weights(), checkpoint.moments())
+        resumed = Resumed(checkpoint.step, state, checkpoint.state.get("loss_scale", {}))
+        return Engine(config, vocabulary_size, resumed=resumed)
+    return Engine(config, vocabulary_size, folder.initial.weights() if folder.initial is not None else None)
+
+
+def _answered(
+    config: Config,
+    folder: RunFolder,
+    progress: Progress,
+    diverged: DivergedError,
+    examples: list[int],
+    recorder: Recorder | None,
+) -> Checkpoint | None:
+    """The checkpoint to go back to (None: the start), the newer ones removed; ends the process if it is to stop."""
+    settings, event = config.training.on_divergence, diverged.event
+    rolls_back = settings.action == "rollback" and len(progress.rollbacks) < settings.at_most
+    found = [None]
+    if recorder is not None:
+        checkpoints = folder.path / CHECKPOINTS
+        checkpoint, _ = newest_complete(checkpoints, event.healthy_step)
+        if rolls_back or (checkpoint is not None and event.kind != "not_finite"):
+            drop_after(checkpoints, checkpoint.step if checkpoint is not None else 0)
+        found = [checkpoint]
+        action = "rollback" if rolls_back else "stop"
+        back_to = checkpoint.step if checkpoint is not None else 0
+        recorder.events.append({**asdict(event), "action": action, "checkpoint": back_to, "examples": examples})
+        shown = ", ".join(str(example) for example in examples[:EXAMPLES_SHOWN])
+        more = ", …" if len(examples) > EXAMPLES_SHOWN else ""
+        text = f"{event.text}; its batch held the train examples {shown}{more} (all are in {folder.path / EVENTS})"
+        if rolls_back:
+            print(f"training: {text}; back to step {back_to:,} at {settings.factor} times the rate", flush=True)
+        else:
+            remedy = (
+                f"{len(progress.rollbacks)} rollbacks did not help; a lower training.learning_rate may"
+                if progress.rollbacks
+                else "the last good checkpoint is kept; go on from it with training.on_divergence=rollback, or start "
+                "anew with a lower training.learning_rate or a longer warm-up"
+            )
+            print(f"error: {text}: {remedy}", file=sys.stderr, flush=True)
+    dist.broadcast_object_list(found)
+    if not rolls_back:
+        sys.exit(1)
+    return found[0]
+
+
+def _rollback(progress: Progress, diverged: DivergedError, checkpoint: Checkpoint | None) -> dict:
+    """The lasting record of going back: batches from the one the checkpoint would have gone on with are passed over."""
+    to_step = checkpoint.step if checkpoint is not None else 0
+    offset = Progress.of_state(checkpoint.state).batch_offset if checkpoint is not None else 0
+    return {
+        "kind": diverged.event.kind,
+        "from_step": diverged.event.step,
+        "to_step": to_step,
+        "skipped_batches": [to_step + offset, diverged.batch + 1],
+    }
+
+
+def _lowered(config: Config, progress: Progress, rollbacks: list[dict]) -> Progress:
+    """`progress` of a checkpoint (or the start) as it goes on after the last of `rollbacks`."""
+    offset = rollbacks[-1]["skipped_batches"][1] - progress.step
+    factor = config.training.on_divergence.factor
+    rate_factor = (rollbacks[-2]["rate_factor"] if len(rollbacks) > 1 else 1.0) * factor
+    rollbacks = [*rollbacks[:-1], {**rollbacks[-1], "rate_factor": rate_factor}]
+    return replace(progress, batch_offset=offset, rate_factor=rate_factor, rollbacks=rollbacks)
 
 
 def _check_same_start(folder: RunFolder) -> None:
@@ -125,12 +216,17 @@ def _start_recording(
         **({GIT_COMMIT: commit} if commit else {}),
     }
     metrics = MetricsFile(folder.path, progress.step)
-    tracker = BackgroundRun(folder.path, config, f"{config.name} pretraining", flat(resolved(config)), tags)
+    rollbacks = len(progress.rollbacks)
+    name = f"{config.name} pretraining" + (f", rollback {rollbacks}" if rollbacks else "")
+    params = flat(resolved(config))
+    if rollbacks:
+        tags["rollback"] = json.dumps(progress.rollbacks[-1])
+    first_after = progress.rollbacks[-1]["to_step"] if rollbacks else 0
+    tracker = BackgroundRun(folder.path, config, name, params, tags, rollbacks, first_after)
 
     def state(progress: Progress) -> dict:
         return {
-            "step": progress.step,
-            "tokens": progress.tokens,
+            **progress.state(),
             "config": resolved(config),
             "data": {
                 "folder": dataset.origin,
@@ -145,7 +241,7 @@ def _start_recording(
         }
 
     checkpoints = CheckpointWriter(folder.path / CHECKPOINTS, config.training.checkpoint.keep)
-    return Recorder(metrics, checkpoints, state), tracker
+    return Recorder(metrics, EventsFile(folder.path), checkpoints, state), tracker
 
 
 def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str) -> None:

@@ -27,11 +27,12 @@ CURVE_KEEPS = (
     "training.stop_after",
     "training.zero_stage",
     "training.activation_checkpointing",
+    "training.on_divergence",
     "training.evaluate",
     "training.checkpoint",
     "tracking",
 )
-"""Settings that may change while a run goes on, since the curve does not depend on them."""
+"""Settings that may change while a run goes on, since the curve does not depend on them, or not before it diverges."""
 
 
 def check_data(config: Config, dataset: Dataset) -> None:

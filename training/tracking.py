@@ -19,7 +19,9 @@ from configs.schema import Config
 from data_prep.files import is_url, write_whole
 
 METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 RUN_ID = "mlflow_run_id"
+PARENT_RUN = "mlflow.parentRunId"
 NOT_METRICS = ("step", "tokens", "time")
 SEND_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
@@ -58,6 +60,22 @@ class MetricsFile:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise OSError(f"{self.path} could not be written: {error}") from error
+
+
+class EventsFile:
+    """`events.jsonl` of a run: what went wrong and what was done, one JSON object an event; it only grows."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / EVENTS
+
+    def append(self, event: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+
+
+def run_id_file(folder: Path, rollbacks: int) -> Path:
+    """Where the id of the MLflow run lies that a training run has after so many `rollbacks`, each a run of its own."""
+    return folder / (f"{RUN_ID}-{rollbacks}" if rollbacks else RUN_ID)
 
 
 def read_metrics(folder: Path) -> Iterator[dict]:
@@ -126,13 +144,19 @@ def experiment_id(client, name: str, uri: str) -> str:
 
 
 class Run:
-    """One run in MLflow: found again by the id that lies in `folder` if it is about the same data, or made."""
+    """One run in MLflow: found again by the id that lies in `folder` if it is about the same data, or made.
 
-    def __init__(self, folder: Path, config: Config, name: str, params: dict, tags: dict[str, str]):
+    After `rollbacks` it is a child of the run before.
+    """
+
+    def __init__(self, folder: Path, config: Config, name: str, params: dict, tags: dict[str, str], rollbacks: int = 0):
         from mlflow.entities import Param, RunTag
 
         self.client = mlflow_client(config.tracking.uri)
-        known = folder / RUN_ID
+        known = run_id_file(folder, rollbacks)
+        before = run_id_file(folder, rollbacks - 1) if rollbacks else None
+        if before is not None and before.exists():
+            tags = tags | {PARENT_RUN: before.read_text().strip()}
         self.id = self._known_id(known, tags[DATA_DIGEST])
         if self.id is not None:
             self.client.update_run(self.id, status="RUNNING")
@@ -191,9 +215,20 @@ class BackgroundRun:
 
     FIRST_METRIC = "train/loss"
 
-    def __init__(self, folder: Path, config: Config, name: str, params: dict, tags: dict[str, str]):
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        name: str,
+        params: dict,
+        tags: dict[str, str],
+        rollbacks: int = 0,
+        first_after: int = 0,
+    ):
+        """After `rollbacks` a run of its own, with the steps after `first_after` alone."""
         self._folder = folder
-        self._make_run = lambda: Run(folder, config, name, params, tags)
+        self._first_after = first_after
+        self._make_run = lambda: Run(folder, config, name, params, tags, rollbacks)
         self._run: Run | None = None
         self._sent = 0
         self._position = 0
@@ -254,7 +289,7 @@ class BackgroundRun:
     def _send_new(self) -> None:
         if self._run is None:
             run = self._make_run()
-            self._sent = run.last_step(self.FIRST_METRIC)
+            self._sent = max(self._first_after, run.last_step(self.FIRST_METRIC))
             self._run = run
             self._answered.set()
         if self._unsure_what_was_taken:

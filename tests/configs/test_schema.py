@@ -288,3 +288,11 @@ def test_fingerprints_follow_content_and_not_the_order_of_keys():
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
     assert fingerprint([1, 2]) != fingerprint([2, 1])
+
+
+def test_an_action_on_divergence_may_stand_alone(config_file):
+    config = load_config(config_file, ["training.on_divergence=rollback"])
+    assert config.training.on_divergence.action == "rollback"
+    assert config == load_config(config_file, ["training.on_divergence={action: rollback}"])
+    assert "training.on_divergence" in refusal("training.on_divergence=explode", path=config_file)
+    assert "did you mean factor?" in refusal("training.on_divergence={facter: 0.1}", path=config_file)

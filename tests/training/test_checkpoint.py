@@ -6,14 +6,14 @@ import torch
 
 from configs.schema import ConfigError
 from training import checkpoint as module
-from training.checkpoint import CheckpointWriter, newest_complete, opened
+from training.checkpoint import CheckpointWriter, drop_after, newest_complete, opened
 
 
-def write(folder, step, keep=10):
+def write(folder, step, keep=10, trusted=None):
     writer = CheckpointWriter(folder, keep)
     weights = {"w": torch.full((3, 5), float(step)), "empty": torch.empty(0)}
     moments = {"w.exp_avg": torch.full((3, 5), step + 0.5)}
-    writer.write(step, weights, moments, {"step": step, "tokens": 100 * step})
+    writer.write(step, weights, moments, {"step": step, "tokens": 100 * step}, trusted)
     writer.wait()
 
 
@@ -62,6 +62,16 @@ def test_old_checkpoints_go_only_once_the_new_one_is_complete(tmp_path, monkeypa
     with pytest.raises(OSError, match=r"step-00000004 could not be written: .*No space left"):
         write(tmp_path, 4, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_the_newest_trusted_checkpoint_is_kept_beside_the_newest_and_found(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step, keep=1, trusted=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
+    assert newest_complete(tmp_path, last_step=4)[0].step == 2
+    assert newest_complete(tmp_path, last_step=1) == (None, [])
+    drop_after(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_a_run_that_went_back_drops_the_damaged_checkpoints_ahead_of_it(tmp_path):
