@@ -6,6 +6,7 @@ refused by name. Settings carry the defaults of ALBERT-base v2 as published, so 
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ Language = Annotated[str, AfterValidator(lambda code: language_code(code))]
 
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[a-z]{4})?(-([a-z]{2}|[0-9]{3}))?", re.IGNORECASE)
 CACHE = "~/.cache/albert-pretraining"
+PUBLISHED_LEARNING_RATE, PUBLISHED_BATCH_SIZE = 0.00176, 4096
 DEEPSPEED_GENERATED_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -235,21 +237,41 @@ def _section_of_action(value: Any) -> Any:
     return {"action": value} if isinstance(value, str) else value
 
 
+class DepthConfig(Section):
+    """A depth of the model for some steps."""
+
+    num_layers: PositiveInt
+    steps: PositiveInt
+
+
 class TrainingConfig(Section):
     output: LocalPath
     init_from: LocalPath | None = None
     processes_per_node: PositiveInt | Literal["auto"] = "auto"
-    global_batch_size: PositiveInt = 4096
+    global_batch_size: PositiveInt = PUBLISHED_BATCH_SIZE
     micro_batch_tokens: PositiveInt = 16384
     steps: PositiveInt = 125_000
     stop_after: PositiveInt | None = None
     warmup_steps: NonNegativeInt = 3125
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.00176
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = PUBLISHED_LEARNING_RATE
+    scale_from_batch: PositiveInt | None = Field(
+        None,
+        description="the batch size that learning_rate, steps and warmup_steps are meant for: they are converted to "
+        "global_batch_size, the rate by the square root of the batch sizes' ratio, the steps by its inverse",
+    )
+    depth_schedule: tuple[DepthConfig, ...] = Field(
+        (),
+        description="fewer layers for the first steps, which shared layers allow: [{num_layers: 3, steps: 1000}, …], "
+        "then model.num_hidden_layers",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(1.0, description="global norm; 0 switches it off")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 1
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | PositiveInt = Field(
+        False, description="compute activations again in the backward pass: of all layers, or of the first so many"
+    )
+    compile: bool = Field(False, description="torch.compile for the layers: faster on GPUs, after a minute's wait")
     on_divergence: Annotated[DivergenceConfig, BeforeValidator(_section_of_action)] = DivergenceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -257,6 +279,12 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        self._scale_to_batch()
+        if self.compile and self.zero_stage == 3:
+            raise ValueError("compile does not work at zero_stage 3, which gathers weights layer by layer: use 2")
+        scheduled = sum(stage.steps for stage in self.depth_schedule)
+        if scheduled >= self.steps:
+            raise ValueError(f"depth_schedule takes {scheduled} steps, which must be below steps {self.steps}")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
         if self.precision == "fp16" and self.zero_stage == 0:
@@ -274,6 +302,16 @@ class TrainingConfig(Section):
                 "micro_batch_tokens, optimizer, precision, zero_stage, gradient_clipping): set those"
             )
         return self
+
+    def _scale_to_batch(self) -> None:
+        """Convert to `global_batch_size` by the square-root rule, once."""
+        if self.scale_from_batch is None:
+            return
+        ratio = self.global_batch_size / self.scale_from_batch
+        object.__setattr__(self, "learning_rate", self.learning_rate * math.sqrt(ratio))
+        object.__setattr__(self, "steps", max(1, round(self.steps / ratio)))
+        object.__setattr__(self, "warmup_steps", round(self.warmup_steps / ratio))
+        object.__setattr__(self, "scale_from_batch", None)
 
 
 class TrackingConfig(Section):
@@ -302,6 +340,15 @@ class Config(Section):
             raise ValueError(
                 f"data.max_length {self.data.max_length} exceeds model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}"
+            )
+        depths = [stage.num_layers for stage in self.training.depth_schedule]
+        if depths and self.model.share != "all":
+            raise ValueError(f"training.depth_schedule needs model.share: all, not {self.model.share}")
+        growing = [self.model.num_hidden_groups - 1, *depths, self.model.num_hidden_layers]
+        if depths and sorted(set(growing)) != growing:
+            raise ValueError(
+                f"training.depth_schedule must grow from at least num_hidden_groups {self.model.num_hidden_groups} to "
+                f"below num_hidden_layers {self.model.num_hidden_layers}, not {depths}"
             )
         if self.training.micro_batch_tokens < self.data.max_length:
             raise ValueError(

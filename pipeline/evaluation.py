@@ -16,6 +16,7 @@ from training.checkpoint import opened
 from training.evaluate import summed_losses, unigram_cross_entropy, validation_metrics
 from training.model import Albert, PretrainingLosses, pretraining_losses
 from training.run_folder import check_data
+from training.schedule import num_layers_at
 
 MICRO_BATCH_TOKENS = 16384
 
@@ -40,9 +41,14 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     model.load_state_dict(checkpoint.weights())
     model.to(device).eval()
 
+    last_step = max(0, checkpoint.step - 1)
+    num_layers = num_layers_at(last_step, config.training.depth_schedule, config.model.num_hidden_layers)
+
     def losses(micro_batch: MicroBatch) -> PretrainingLosses:
         batch = micro_batch.to(device)
-        logits, sentence_logits = model(batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions)
+        logits, sentence_logits = model(
+            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions, num_layers
+        )
         return pretraining_losses(logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 
     size = config.training.global_batch_size

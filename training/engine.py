@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,10 @@ class Engine:
         if training.precision == "fp16" and deepspeed.accelerator.get_accelerator().device_name() == "cpu":
             raise ConfigError("training.precision fp16 needs a GPU: use bf16 or fp32 on the CPU")
         self._sentence_objective = config.data.sentence_objective != "none"
-        model = Albert(config.model, vocabulary_size, self._sentence_objective, training.activation_checkpointing)
+        checkpointed = training.activation_checkpointing
+        if checkpointed is True:
+            checkpointed = config.model.num_hidden_layers
+        model = Albert(config.model, vocabulary_size, self._sentence_objective, checkpointed)
         model.initialise(torch.Generator().manual_seed(config.seed))
         if resumed is not None:
             weights = resumed.state.weights
@@ -135,6 +139,9 @@ class Engine:
         # the first step.
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if training.compile:
+            for part in (*model.attention, *model.feed_forward):
+                part.compile(dynamic=True)
         groups = parameter_groups(model, training.optimizer, training.learning_rate, training.zero_stage)
         self._optimizer = Lamb(groups) if training.optimizer.name == "lamb" else torch.optim.AdamW(groups)
         try:
@@ -171,10 +178,16 @@ class Engine:
         return PendingCount(torch.tensor([batch.masked], dtype=torch.int64, device=self.device))
 
     def train_step(
-        self, step: int, batch: RankBatch, masked: int, learning_rate: float, stop: bool
+        self,
+        step: int,
+        batch: RankBatch,
+        masked: int,
+        learning_rate: float,
+        stop: bool,
+        num_layers: int | None = None,
     ) -> tuple[LossSums, bool]:
-        """Optimizer step number `step` (from 0) on a global batch with `masked` tokens masked; `stop` asks all ranks to
-        end after it.
+        """Optimizer step number `step` (from 0) on a global batch with `masked` tokens masked, through `num_layers`
+        (default: all); `stop` asks all ranks to end after it.
 
         Returns the losses before the step, and whether any rank asked to stop.
         """
@@ -188,7 +201,7 @@ class Engine:
             if self._has_dropout:
                 torch.manual_seed(digest64(self._seed, "dropout", step, number, dist.get_rank()))
             self._engine.set_gradient_accumulation_boundary(number == last)
-            losses = self._losses(micro_batch)
+            losses = self._losses(micro_batch, num_layers)
             loss = losses.mlm_loss / max(1, masked) + losses.sentence_loss / batch.examples
             # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
             self._engine.backward(loss * world_size, scale_wrt_gas=False)
@@ -203,10 +216,10 @@ class Engine:
         total = LossSums(mlm_loss, mlm_correct, masked, sentence_loss, sentence_correct, batch.examples)
         return total, stops > 0
 
-    def evaluate(self, batches: Iterable[RankBatch]) -> LossSums:
-        """Losses summed over `batches` without learning from them."""
+    def evaluate(self, batches: Iterable[RankBatch], num_layers: int | None = None) -> LossSums:
+        """Losses summed over `batches` without learning from them, through `num_layers` (default: all)."""
         self._engine.eval()
-        return summed_losses(self._losses, batches, self.device)
+        return summed_losses(partial(self._losses, num_layers=num_layers), batches, self.device)
 
     def gathered_state(self) -> State:
         """The whole weights and moments; every rank must call, rank 0 gets them and the others nothing."""
@@ -233,10 +246,10 @@ class Engine:
         if 0 < self._clipping < self.gradient_norm:
             torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
 
-    def _losses(self, micro_batch: MicroBatch) -> PretrainingLosses:
+    def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)
         mlm_logits, sentence_logits = self._engine(
-            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions
+            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions, num_layers
         )
         return pretraining_losses(mlm_logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 

@@ -13,7 +13,7 @@ from training.checkpoint import CheckpointWriter
 from training.divergence import DivergedError, DivergenceWatch, Event, not_finite
 from training.engine import Engine
 from training.evaluate import LossSums, validation_metrics
-from training.schedule import learning_rate_at
+from training.schedule import learning_rate_at, num_layers_at
 from training.tracking import EventsFile, MetricsFile
 
 REPORT_SECONDS = 10.0
@@ -100,7 +100,8 @@ def train(
             waited = time.monotonic() - begin
             pending = engine.count_masked(following) if following else None
             rate = learning_rate_at(progress.step, peak, training.warmup_steps, training.steps)
-            sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested)
+            num_layers = num_layers_at(progress.step, training.depth_schedule, config.model.num_hidden_layers)
+            sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested, num_layers)
             progress.step += 1
             progress.tokens += batch.tokens
             event = _observed(watch, sums, engine.gradient_norm, progress, rate, training.precision)
@@ -108,13 +109,15 @@ def train(
                 raise DivergedError(event, progress.step - 1 + offset)
             seconds = time.monotonic() - begin
             values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
+            if training.depth_schedule:
+                values["train/num_layers"] = num_layers
             if training.precision == "fp16":
                 values["train/skipped_steps"] = progress.skipped_steps
             if event is not None:
                 values["train/divergence"] = 1
             ending = stopping or progress.step == last_step
             if progress.step % training.evaluate.every == 0 or (ending and not stopping):
-                evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches))
+                evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches), num_layers)
                 values |= validation_metrics(evaluated, config.data.sentence_objective)
                 values["validation/unigram_cross_entropy"] = unigram_cross_entropy
             if recorder is not None:

@@ -100,7 +100,8 @@ class Albert(nn.Module):
     """The pretraining model; `initialise` gives the parameters their first values.
 
     Without a `sentence_head` there is no pooler either, as nothing would train it.
-    With `activation_checkpointing` each layer's activations are computed again in the backward pass.
+    `activation_checkpointing`: the layers, from the first on, whose activations are computed again in the backward
+    pass.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Albert(nn.Module):
         config: ModelConfig,
         vocabulary_size: int,
         sentence_head: bool = True,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: int = 0,
     ):
         super().__init__()
         self.config = config
@@ -176,7 +177,7 @@ class Albert(nn.Module):
             key_mask = (positions < lengths[:, None])[:, None, None, :]
         hidden = self.projection(self.embeddings(input_ids, token_type_ids))
         for layer in range(depth):
-            if self.activation_checkpointing:
+            if layer < self.activation_checkpointing:
                 # Re-entrant checkpointing reduces the gradient of a shared layer more than once under ZeRO 2 and 3.
                 hidden = checkpoint(self._layer, layer, depth, hidden, key_mask, use_reentrant=False)
             else:

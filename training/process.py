@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from configs.schema import Config, ConfigError, flat, resolved
+from configs.schema import PUBLISHED_BATCH_SIZE, PUBLISHED_LEARNING_RATE, Config, ConfigError, flat, resolved
 from data_prep.files import located, write_whole
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
@@ -267,6 +267,14 @@ def _print_start(config: Config, dataset: Dataset, folder: RunFolder, engine: En
         print(f"training: going on from {folder.checkpoint.path}", flush=True)
     elif folder.initial is not None:
         print(f"training: starting with the weights of {folder.initial.path}", flush=True)
+    training = config.training
+    if training.learning_rate == PUBLISHED_LEARNING_RATE and 4 * training.global_batch_size <= PUBLISHED_BATCH_SIZE:
+        print(
+            f"warning: training.learning_rate {PUBLISHED_LEARNING_RATE} is meant for batches of "
+            f"{PUBLISHED_BATCH_SIZE:,}, not {training.global_batch_size:,}: "
+            f"training.scale_from_batch={PUBLISHED_BATCH_SIZE} converts rate and steps",
+            flush=True,
+        )
     print(
         f"training: {config.name}, {engine.parameter_count():,} parameters, {world_size} processes on "
         f"{engine.device.type}, ZeRO stage {config.training.zero_stage}, {config.training.precision}; "

@@ -27,6 +27,7 @@ CURVE_KEEPS = (
     "training.stop_after",
     "training.zero_stage",
     "training.activation_checkpointing",
+    "training.compile",
     "training.on_divergence",
     "training.evaluate",
     "training.checkpoint",

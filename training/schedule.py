@@ -1,4 +1,8 @@
-"""The learning rate as a function of the step."""
+"""The learning rate and the depth as functions of the step."""
+
+from collections.abc import Sequence
+
+from configs.schema import DepthConfig
 
 
 def learning_rate_at(step: int, peak: float, warmup_steps: int, total_steps: int) -> float:
@@ -10,3 +14,13 @@ def learning_rate_at(step: int, peak: float, warmup_steps: int, total_steps: int
     if step < warmup_steps:
         return peak * step / warmup_steps
     return peak * max(0.0, 1 - step / total_steps)
+
+
+def num_layers_at(step: int, depth_schedule: Sequence[DepthConfig], num_hidden_layers: int) -> int:
+    """The layers that `step`, counted from 0, passes through: those of `depth_schedule`, then all."""
+    end = 0
+    for stage in depth_schedule:
+        end += stage.steps
+        if step < end:
+            return stage.num_layers
+    return num_hidden_layers

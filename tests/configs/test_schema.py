@@ -108,10 +108,38 @@ def test_missing_sections_are_named(tmp_path):
             {"zero_optimization": {"overlap_comm": True}},
         ),
         ("training.processes_per_node=2", lambda c: c.training.processes_per_node, 2),
+        ("training.activation_checkpointing=3", lambda c: c.training.activation_checkpointing, 3),
+        ("training.activation_checkpointing=true", lambda c: c.training.activation_checkpointing, True),
     ],
 )
 def test_overrides_take_yaml_values(config_file, override, read, value):
     assert read(load_config(config_file, [override])) == value
+
+
+def test_rate_and_steps_are_converted_to_another_batch_by_the_square_root_rule_once():
+    overrides = ["training.global_batch_size=1024", "training.scale_from_batch=4096"]
+    training = load_config("configs/base.yaml", overrides).training
+    assert training.learning_rate == 0.00176 / 2
+    assert (training.steps, training.warmup_steps) == (500_000, 12_500)
+    again = validate_config(resolved(load_config("configs/base.yaml", overrides)), source="run")
+    assert again.training == training
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["training.depth_schedule=[{num_layers: 12, steps: 5}]"], "below num_hidden_layers 12"),
+        (["training.depth_schedule=[{num_layers: 6, steps: 5}, {num_layers: 3, steps: 5}]"], "must grow"),
+        (["training.depth_schedule=[{num_layers: 3, steps: 125000}]"], "below steps 125000"),
+        (["training.depth_schedule=[{num_layers: 3, steps: 5}]", "model.share=ffn"], "needs model.share: all"),
+        (["training.depth_schedule=[{num_layers: 1, steps: 5}]", "model.num_hidden_groups=2"], "num_hidden_groups 2"),
+        (["training.compile=true", "training.zero_stage=3"], "compile does not work at zero_stage 3"),
+    ],
+)
+def test_depths_and_compilation_that_cannot_be_are_refused_in_one_line(overrides, named):
+    with pytest.raises(ConfigError, match=named) as refused:
+        load_config("configs/base.yaml", overrides)
+    assert "\n" not in str(refused.value)
 
 
 def test_later_overrides_win(config_file):

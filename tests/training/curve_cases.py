@@ -18,9 +18,9 @@ from data_prep.vocabulary import Vocabulary
 from tests.small_run import ROOT, small_overrides
 from training.batches import Batches
 from training.engine import Engine, Resumed, join_processes
-from training.schedule import learning_rate_at
+from training.schedule import learning_rate_at, num_layers_at
 
-STEPS = 8
+STEPS = 30
 
 
 def main() -> None:
@@ -53,7 +53,8 @@ def main() -> None:
             batch = batches.epoch_batch(step)
             masked = engine.count_masked(batch).value()
             rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
-            sums, _ = engine.train_step(step, batch, masked, rate, stop=False)
+            num_layers = num_layers_at(step, training.depth_schedule, config.model.num_hidden_layers)
+            sums, _ = engine.train_step(step, batch, masked, rate, stop=False, num_layers=num_layers)
             losses.append(sums.mean_mlm_loss + sums.mean_sentence_loss)
             norms.append(engine.gradient_norm)
         weights = engine.gathered_state().weights

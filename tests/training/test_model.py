@@ -226,14 +226,19 @@ def test_layers_use_the_weights_of_their_group(share, groups, attentions, feed_f
 def test_activation_checkpointing_leaves_gradients_as_they_are():
     config = SMALL.model_copy(update={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1})
     calls, results = [], []
-    for checkpointed in (False, True):
+    for checkpointed in (0, config.num_hidden_layers - 1, config.num_hidden_layers):
         model = small_albert(config, activation_checkpointing=checkpointed)
         model.attention[0].register_forward_hook(lambda *_, checkpointed=checkpointed: calls.append(checkpointed))
         torch.manual_seed(3)
         results.append(gradients(model, batch([20, 7])))
-    assert calls.count(True) == 2 * calls.count(False)
+    layers = config.num_hidden_layers
+    assert [calls.count(checkpointed) for checkpointed in (0, layers - 1, layers)] == [
+        layers,
+        2 * layers - 1,
+        2 * layers,
+    ]
     for name, gradient in results[0].items():
-        assert torch.equal(gradient, results[1][name]), name
+        assert torch.equal(gradient, results[1][name]) and torch.equal(gradient, results[2][name]), name
 
 
 @pytest.mark.parametrize("depth", [2, 8])

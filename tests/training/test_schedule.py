@@ -1,6 +1,7 @@
 import pytest
 
-from training.schedule import learning_rate_at
+from configs.schema import DepthConfig
+from training.schedule import learning_rate_at, num_layers_at
 
 PAPER = {"peak": 0.00176, "warmup_steps": 3125, "total_steps": 125_000}
 
@@ -20,3 +21,10 @@ def test_rate_stays_zero_beyond_the_last_step():
 
 def test_rate_starts_at_the_peak_without_warmup():
     assert learning_rate_at(0, peak=1.0, warmup_steps=0, total_steps=10) == 1.0
+
+
+def test_depth_grows_as_scheduled():
+    schedule = [DepthConfig(num_layers=3, steps=10), DepthConfig(num_layers=6, steps=5)]
+    depths = [num_layers_at(step, schedule, 12) for step in range(20)]
+    assert depths == [3] * 10 + [6] * 5 + [12] * 5
+    assert num_layers_at(0, [], 12) == 12
