@@ -3,7 +3,8 @@
 Embeddings of width E are projected to the hidden width H; post-LN transformer layers follow, whose attention and
 feed-forward weights are each shared by all layers of a hidden group, or not shared, as `ModelConfig.share` says.
 Query, key and value are separate tensors, for LAMB gives each its own trust ratio, and are joined for one matrix
-product. Only masked positions pass through the MLM head, whose output matrix is the word table.
+product, once a forward pass. Only positions that a head reads, the masked and the first ones, pass through the last
+feed-forward network; only masked ones through the MLM head, whose output matrix is the word table.
 """
 
 from functools import partial
@@ -36,8 +37,15 @@ class Embeddings(nn.Module):
         return self.dropout(self.layer_norm(embedded + self.position_embeddings(positions)))
 
 
+QueryKeyValue = tuple[Tensor, Tensor]
+"""The weights and biases of query, key and value, joined: [3H, H] and [3H]."""
+
+
 class Attention(nn.Module):
-    """Multi-head self-attention with its residual and LayerNorm, [B, L, H] -> [B, L, H]."""
+    """Multi-head self-attention with its residual and LayerNorm, [B, L, H] -> [B, L, H].
+
+    Returns beside it what it joined, for layers that share it to give back.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -55,20 +63,24 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layer_norm = nn.LayerNorm(size, config.layer_norm_eps)
 
-    def forward(self, hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, key_mask: Tensor | None, joined: QueryKeyValue | None = None
+    ) -> tuple[Tensor, QueryKeyValue]:
         batch, length, size = hidden.shape
-        weight = torch.cat((self.query_weight, self.key_weight, self.value_weight))
-        bias = torch.cat((self.query_bias, self.key_bias, self.value_bias))
-        joined = F.linear(hidden, weight, bias).view(batch, length, 3, self.num_heads, size // self.num_heads)
-        query, key, value = joined.permute(2, 0, 3, 1, 4)
+        if joined is None:
+            # Here, not in a method: ZeRO 3 gathers the parameters for `forward`.
+            weight = torch.cat((self.query_weight, self.key_weight, self.value_weight))
+            joined = weight, torch.cat((self.query_bias, self.key_bias, self.value_bias))
+        projected = F.linear(hidden, *joined).view(batch, length, 3, self.num_heads, size // self.num_heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
         dropout = self.dropout_probability if self.training else 0.0
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout)
         context = context.transpose(1, 2).reshape(batch, length, size)
-        return self.layer_norm(hidden + self.dropout(self.output(context)))
+        return self.layer_norm(hidden + self.dropout(self.output(context))), joined
 
 
 class FeedForward(nn.Module):
-    """The position-wise network with its residual and LayerNorm, [B, L, H] -> [B, L, H]."""
+    """The position-wise network with its residual and LayerNorm, [..., H] -> [..., H]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -100,8 +112,8 @@ class Albert(nn.Module):
     """The pretraining model; `initialise` gives the parameters their first values.
 
     Without a `sentence_head` there is no pooler either, as nothing would train it.
-    `activation_checkpointing`: the layers, from the first on, whose activations are computed again in the backward
-    pass.
+    `activation_checkpointing`: the layers, from the first on, whose activations (the attention's, and those of the
+    network before it) are computed again in the backward pass.
     """
 
     def __init__(
@@ -155,10 +167,17 @@ class Albert(nn.Module):
 
         `masked_positions`: int64 [M], indices into the flattened [B * L]; the rest as for `encode`.
         """
-        hidden = self.encode(input_ids, token_type_ids, lengths, num_layers)
-        masked = hidden.flatten(0, 1).index_select(0, masked_positions)
+        hidden, last_feed_forward = self._encode(input_ids, token_type_ids, lengths, num_layers)
+        rows, length = input_ids.shape
+        read = masked_positions
+        if self.sentence_head is not None:
+            first = torch.arange(0, rows * length, length, device=read.device)
+            read = torch.cat((read, first))
+        masked, first = last_feed_forward(hidden.flatten(0, 1).index_select(0, read)).split(
+            (len(masked_positions), len(read) - len(masked_positions))
+        )
         mlm_logits = self.mlm_head(masked, self.embeddings.word_embeddings.weight)
-        sentence_logits = None if self.sentence_head is None else self.sentence_head(self.pool(hidden))
+        sentence_logits = None if self.sentence_head is None else self.sentence_head(self._pooled(first))
         return mlm_logits, sentence_logits
 
     def encode(
@@ -170,23 +189,37 @@ class Albert(nn.Module):
         row, at least 1, or None where no row is padded; `num_layers`: another depth than the configuration's. Raises
         ValueError where the weights do not fit that depth.
         """
+        hidden, last_feed_forward = self._encode(input_ids, token_type_ids, lengths, num_layers)
+        return last_feed_forward(hidden)
+
+    def _encode(
+        self, input_ids: Tensor, token_type_ids: Tensor, lengths: Tensor | None, num_layers: int | None
+    ) -> tuple[Tensor, FeedForward]:
+        """The output of the last attention, [B, L, H], and the network that follows it."""
         depth = self._depth(num_layers)
         key_mask = None
         if lengths is not None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             key_mask = (positions < lengths[:, None])[:, None, None, :]
         hidden = self.projection(self.embeddings(input_ids, token_type_ids))
+        joined: dict[Attention, QueryKeyValue] = {}
+        feed_forward = None
         for layer in range(depth):
+            attention, next_feed_forward = self._layer(layer, depth)
+            block = partial(_block, feed_forward, attention)
             if layer < self.activation_checkpointing:
                 # Re-entrant checkpointing reduces the gradient of a shared layer more than once under ZeRO 2 and 3.
-                hidden = checkpoint(self._layer, layer, depth, hidden, key_mask, use_reentrant=False)
-            else:
-                hidden = self._layer(layer, depth, hidden, key_mask)
-        return hidden
+                block = partial(checkpoint, block, use_reentrant=False)
+            hidden, joined[attention] = block(hidden, key_mask, joined.get(attention))
+            feed_forward = next_feed_forward
+        return hidden, feed_forward
 
     def pool(self, hidden: Tensor) -> Tensor:
         """A summary of each row from its first token, [B, L, H] -> [B, H]."""
-        return torch.tanh(self.pooler(hidden[:, 0]))
+        return self._pooled(hidden[:, 0])
+
+    def _pooled(self, first: Tensor) -> Tensor:
+        return torch.tanh(self.pooler(first))
 
     def _depth(self, num_layers: int | None) -> int:
         if num_layers is None or num_layers == self.config.num_hidden_layers:
@@ -198,10 +231,21 @@ class Albert(nn.Module):
             )
         return num_layers
 
-    def _layer(self, layer: int, depth: int, hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _layer(self, layer: int, depth: int) -> tuple[Attention, FeedForward]:
         group = layer * self.config.num_hidden_groups // depth
-        hidden = self.attention[group if self.attention_is_shared else layer](hidden, key_mask)
-        return self.feed_forward[group if self.feed_forward_is_shared else layer](hidden)
+        attention = self.attention[group if self.attention_is_shared else layer]
+        return attention, self.feed_forward[group if self.feed_forward_is_shared else layer]
+
+
+def _block(
+    feed_forward: FeedForward | None,
+    attention: Attention,
+    hidden: Tensor,
+    key_mask: Tensor | None,
+    joined: QueryKeyValue | None,
+) -> tuple[Tensor, QueryKeyValue]:
+    """The network of the layer before, then the attention of the next: the last network is left to the heads."""
+    return attention(hidden if feed_forward is None else feed_forward(hidden), key_mask, joined)
 
 
 class PretrainingLosses(NamedTuple):

@@ -228,7 +228,7 @@ def test_activation_checkpointing_leaves_gradients_as_they_are():
     calls, results = [], []
     for checkpointed in (0, config.num_hidden_layers - 1, config.num_hidden_layers):
         model = small_albert(config, activation_checkpointing=checkpointed)
-        model.attention[0].register_forward_hook(lambda *_, checkpointed=checkpointed: calls.append(checkpointed))
+        model.attention[0].register_forward_pre_hook(lambda *_, checkpointed=checkpointed: calls.append(checkpointed))
         torch.manual_seed(3)
         results.append(gradients(model, batch([20, 7])))
     layers = config.num_hidden_layers
