@@ -69,7 +69,7 @@ def local_path(path: str) -> str:
 
 
 def language_code(code: str) -> str:
-    """`code` if it looks like one: sentences of an unknown language would be split by English rules, unnoticed."""
+    """`code` if it has the shape of one: sentencex splits sentences of codes it does not know as it does English."""
     if not LANGUAGE.fullmatch(code):
         raise ValueError(f"{code!r} is no language code such as en, pt-BR or zh-Hant")
     return code

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from glob import glob, has_magic
 from pathlib import Path
@@ -123,11 +123,22 @@ class Unit:
 
 def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
     """Every input file and package, in a fixed order; raises `ConfigError` where an entry matches nothing."""
-    sources, names = [], set()
+    sources: list[Source] = []
+    names: set[str] = set()
+
+    def add(position: int, source: Source) -> None:
+        name = source.name
+        while name in names:
+            # No path begins so: two files whose paths below their globs' folders are alike stay two.
+            name = f":{position}:{name}"
+        names.add(name)
+        sources.append(replace(source, name=name))
+
     for position, settings in enumerate(inputs):
         key = f"data.inputs.{position}.path"
         if settings.kind == "docstrings":
-            sources += [_package(settings, name, key) for name in settings.path.replace(",", " ").split()]
+            for package in settings.path.replace(",", " ").split():
+                add(position, _package(settings, package, key))
             continue
         matches = _remote_matches(settings.path, key) if is_url(settings.path) else _local_matches(settings.path)
         if not matches:
@@ -137,10 +148,7 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
             mark = next(((name, str(state[name])) for name in CHANGE_MARKS if name in state), ("", ""))
             identity = fingerprint([settings.model_dump(mode="json"), path, size, mark])
             name = os.path.relpath(path, _fixed_folder(settings.path))
-            if name in names:
-                name = f"{position}/{name}"
-            names.add(name)
-            sources.append(Source(settings, path, name, size, identity, mark))
+            add(position, Source(settings, path, name, size, identity, mark))
     return sources
 
 

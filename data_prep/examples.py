@@ -21,7 +21,8 @@ from data_prep.text import filter_reason
 from data_prep.vocabulary import CLS, SEP, UNK, EncodedDocument, Vocabulary
 
 EXAMPLES_VERSION = 3
-"""Raised when the same input and settings give other examples: work that older code left is done anew."""
+"""Raised when the same input and settings give other examples, or work on its way to them another layout: what older
+code left is done anew."""
 RANDOM_B = 1
 """NSP's label for a B from another document."""
 ROW_TOKENS = 24

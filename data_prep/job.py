@@ -31,7 +31,7 @@ from configs.schema import ConfigError, run_command
 from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.files import bytes_between, is_url, replaced_file, write_whole
-from data_prep.plan import Plan
+from data_prep.plan import Plan, read_report
 from data_prep.sampling import merged_sample, sampled_documents
 from data_prep.shards import write_shard
 from data_prep.vocabulary import Vocabulary, train_vocabulary
@@ -134,15 +134,25 @@ class SpillUnit(PlannedWork):
         kind, number = piece
         if kind == "source":
             path = plan.source_report(number)
-            if not path.exists():
+            if read_report(path) is None:
                 write_whole(path, json.dumps(source_digest(plan, number)))
             return
-        path = plan.unit_report(number)
-        if not path.exists():
-            write_whole(path, json.dumps(spill_unit(plan, number)))
-        for part, spill in enumerate(json.loads(path.read_text())["spills"]):
+        report = read_report(plan.unit_report(number))
+        if report is None or not _has_spills(plan, number, report):
+            report = spill_unit(plan, number)
+            write_whole(plan.unit_report(number), json.dumps(report))
+        for part, spill in enumerate(report["spills"]):
             for shard, (begin, end) in zip(spill["shards"], pairwise(spill["offsets"]), strict=True):
                 yield shard, (number, part, begin, end)
+
+
+def _has_spills(plan: Plan, unit: int, report: dict) -> bool:
+    """Whether what the report of a unit tells of is there: a cleaner of old files may have been at it."""
+    try:
+        sizes = [plan.spill(unit, part).stat().st_size for part in range(len(report["spills"]))]
+    except FileNotFoundError:
+        return False
+    return sizes == [spill["offsets"][-1] for spill in report["spills"]]
 
 
 def spill_unit(plan: Plan, unit: int) -> dict:

@@ -6,15 +6,18 @@ input. A piece is named by a fingerprint of all that shapes it, so that one whic
 be it that another plan left it: after a change of some input only what was made of that is done anew.
 """
 
+import importlib.metadata
+import json
 import math
 import os
 import pickle
+import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from configs.schema import Config, DataConfig, fingerprint, resolved
+from configs.schema import Config, ConfigError, DataConfig, fingerprint, resolved
 from data_prep.corpus import Source, Unit, list_sources, split_units
 from data_prep.examples import EXAMPLES_VERSION, shard_count
 from data_prep.files import entry_names, located, opened, reached, sha256_of, write_whole
@@ -27,6 +30,8 @@ SAMPLES, SPILLS, UNITS, SOURCES = "samples", "spills", "units", "sources"
 HEARTBEATS, FAILURES, SHARDS, SHARD_REPORTS = "heartbeats", "failures", "shards", "shard-reports"
 """What the work folder is parted into; reports lie alone, so that listing them counts them."""
 
+LIBRARIES = ("sentencepiece", "sentencex")
+"""What text becomes depends on them."""
 UNSHAPING = ("output", "cache", "stall_seconds", "max_bad_fraction")
 """Settings of a job, which no file it makes depends on."""
 
@@ -41,17 +46,34 @@ def data_settings(data: DataConfig) -> dict:
     return settings
 
 
+def read_report(path: Path) -> dict | None:
+    """The report at `path`; None where it is not there, or not whole."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def named_by(piece: Path) -> str:
     """The name of a file about the file `piece`."""
     return f"{piece.parent.name}-{piece.name}"
 
 
+def versions() -> dict[str, str]:
+    """Of all that text goes through here."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
+
+
 @dataclass(frozen=True)
 class Plan:
+    """`versions` are the driver's: what was made with others is not mixed with what is made with these, but a finished
+    data set stays."""
+
     data: DataConfig
     seed: int
     sources: tuple[Source, ...]
     fingerprint: str
+    versions: dict[str, str]
 
     @classmethod
     def make(cls, config: Config) -> "Plan":
@@ -68,15 +90,23 @@ class Plan:
             [source.identity for source in sources],
             given,
         ]
-        return cls(data, config.seed, sources, fingerprint(identity))
+        return cls(data, config.seed, sources, fingerprint(identity), versions())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
+        """The plan at `path`; raises `ConfigError` in an environment that would carry it out differently."""
         with opened(path) as file:
-            return pickle.load(file)
+            plan = pickle.load(file)
+        if plan.versions != versions():
+            name = next(name for name, version in versions().items() if plan.versions.get(name) != version)
+            raise ConfigError(
+                f"a worker has {name} {versions()[name]}, the job was started with {plan.versions.get(name)}: "
+                "install the same on all"
+            )
+        return plan
 
     def save(self) -> None:
-        write_whole(self.path, pickle.dumps(Plan(self.data, self.seed, self.sources, self.fingerprint)))
+        write_whole(self.path, pickle.dumps(replace(self)))
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -88,7 +118,7 @@ class Plan:
 
     @property
     def work(self) -> Path:
-        return self.output / f".work-{self.fingerprint[:16]}"
+        return self.output / f".work-{fingerprint([self.fingerprint, self.versions])[:16]}"
 
     @property
     def pieces(self) -> Path:
@@ -139,7 +169,7 @@ class Plan:
         return [self._key(source.identity) for source in self.sources]
 
     def _key(self, *shaping: object) -> str:
-        return fingerprint([FORMAT, EXAMPLES_VERSION, self.seed, *shaping])[:32]
+        return fingerprint([FORMAT, EXAMPLES_VERSION, self.versions, self.seed, *shaping])[:32]
 
     def sample(self, unit: int) -> Path:
         return self.pieces / SAMPLES / f"{self.sample_keys[unit]}.jsonl"

@@ -45,7 +45,10 @@ BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_js
 
 
 def finished_dataset(config: Config) -> Dataset | None:
-    """The data set in `data.output` if it is complete and was made from these settings and inputs, else None."""
+    """The data set in `data.output` if it is complete and was made from these settings and inputs, else None.
+
+    Raises `ConfigError` where more of its documents were unreadable than `data.max_bad_fraction` allows.
+    """
     return _finished(Plan.make(config))
 
 
@@ -57,13 +60,14 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
         check_beam_options(beam_args)
     finished = _finished(plan)
     if finished is not None:
+        _remove_leftovers(plan)
         console.print(f"data: {plan.output} is complete and matches the config; nothing to do", soft_wrap=True)
         return finished
     if not any(argument.startswith("--runner") for argument in beam_args):
         beam_args = [f"--runner={DEFAULT_RUNNER}", *beam_args]
     with locked(plan.output) as lock, _sigterm_interrupts():
-        _start_work(plan)
         try:
+            _start_work(plan)
             _run_steps(plan, beam_args, lock, console)
             manifest = _manifest(plan)
             lock.check()
@@ -72,9 +76,9 @@ def prepare(config: Config, beam_args: list[str], console: Console) -> Dataset:
             # What is done serves the next start, whatever setting or file mends the matter.
             raise
         except Exception as error:
-            if not is_url(plan.output):
+            if not (is_url(plan.output) or isinstance(error, OSError)):
                 raise
-            # Stores have errors of their own for networks that fail.
+            # Disks are full. Stores have errors of their own for networks that fail.
             raise StepFailedError(
                 f"{plan.output}: {one_line(error)[:REASON_CHARACTERS]}; the same command goes on from here"
             ) from error
@@ -131,9 +135,23 @@ def _finished(plan: Plan) -> Dataset | None:
         # What was altered since is made again, which is the remedy that a refusal names. A store keeps what it has.
         if not is_url(plan.output):
             dataset.verify()
-        return dataset
     except ConfigError:
         return None
+    documents = manifest["documents"]
+    _check_counts(
+        plan, Counts(documents["read"], documents["used"], Counter(documents["dropped"]), documents["bad_samples"])
+    )
+    return dataset
+
+
+def _remove_leftovers(plan: Plan) -> None:
+    """Remove from a complete data set what its making left if it was killed at the very end."""
+    found = [name for name in entry_names(plan.output) if name.startswith(".work-")]
+    if found:
+        # Where another job is at it, that one removes them.
+        with suppress(ConfigError), locked(plan.output):
+            for name in found:
+                remove_folder(plan.output / name)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from data_prep.examples import Counts
 from data_prep.files import entry_names, is_url
-from data_prep.plan import HEARTBEATS, SAMPLES, SHARD_REPORTS, SOURCES, UNITS, Plan
+from data_prep.plan import HEARTBEATS, SAMPLES, SHARD_REPORTS, SOURCES, UNITS, Plan, read_report
 
 POLL_SECONDS = 0.2
 REMOTE_POLL_SECONDS = 3.0
@@ -114,8 +114,12 @@ class Progress:
         finished = {unit for unit, key in enumerate(keys) if key in found}
         if self._finished == UNITS:
             for unit in sorted(finished - self._counted):
-                self._count(json.loads(plan.unit_report(unit).read_text()))
-                self._counted.add(unit)
+                report = read_report(plan.unit_report(unit))
+                if report is None:
+                    finished.remove(unit)
+                else:
+                    self._count(report)
+                    self._counted.add(unit)
             self.all_units_done = len(finished) == len(keys)
         done = sum(plan.units[unit].bytes for unit in finished)
         examples = self._examples

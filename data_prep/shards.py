@@ -65,12 +65,13 @@ def shard_schema(vocabulary_size: int, static_masks: bool) -> pa.Schema:
 
 
 def check_shard_tokens(name: str, tokens: int, data: DataConfig) -> None:
-    """Refuse a shard `name` of examples that have more `tokens`, in all copies of static masking, than it can hold."""
+    """Refuse a shard `name` of examples that have more `tokens`, in all copies of static masking, than can be merged:
+    duplicates count, which are removed from the rows in memory."""
     tokens *= data.masking.copies
     if tokens > MOST_TOKENS:
         raise ConfigError(
-            f"{name} would hold {tokens:,} tokens or more, a shard takes {MOST_TOKENS:,}: "
-            f"raise data.shards ({data.shards})"
+            f"{name} would hold {tokens:,} tokens or more before duplicates are removed, "
+            f"a shard takes {MOST_TOKENS:,}: raise data.shards ({data.shards})"
         )
 
 

@@ -417,3 +417,16 @@ def test_a_huge_gap_takes_linear_time_and_parts_documents(tmp_path, blank, end):
         taken.append(time.process_time() - begin)
         assert texts == ["First.", *([end.strip()] if end else [])]
     assert taken[1] < 0.5 + 10 * taken[0]
+
+
+def test_equal_paths_below_different_folders_are_told_apart(tmp_path):
+    for name in ("a/x.txt", "a/1/x.txt", "b/x.txt", "c/x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("The same.\n")
+    patterns = ["a/**/*.txt", "b/*.txt", "c/*.txt"]
+    inputs = [InputConfig(kind="text", path=str(tmp_path / pattern)) for pattern in patterns]
+    inputs += [InputConfig(kind="docstrings", path="yaml yaml"), InputConfig(kind="docstrings", path="yaml")]
+    units = split_units(list_sources(tuple(inputs)))
+    places = [document.place for unit in units for document in read_documents(unit)]
+    assert len(places) > 7 and len(set(places)) == len(places)
+    assert len({unit.identity for unit in units}) == len(units)

@@ -18,7 +18,10 @@ from rich.console import Console
 from configs.schema import ConfigError, load_config
 from data_prep.corpus import Document
 from data_prep.examples import ExampleMaker, finish_shard
+from data_prep.files import write_whole
+from data_prep.job import spill_unit
 from data_prep.locks import locked
+from data_prep.plan import Plan
 from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
 from data_prep.shards import Dataset
@@ -419,7 +422,8 @@ def test_more_tokens_than_a_shard_holds_are_refused_by_its_name(tmp_path, corpus
     given = {"model": str(jobs["first"].result() / "spiece.model")}
     config = load_config(write_config(tmp_path, "refused", inputs=corpus, vocab=given, shards=1))
     expected = (
-        r"train-00000-of-00001.arrow would hold [\d,]+ tokens or more, a shard takes 100: raise data.shards \(1\)"
+        r"train-00000-of-00001.arrow would hold [\d,]+ tokens or more before duplicates are removed, "
+        r"a shard takes 100: raise data.shards \(1\)"
     )
     with pytest.raises(ConfigError, match=expected):
         prepare(config, [], Console(file=io.StringIO()))
@@ -467,7 +471,34 @@ def test_too_many_bad_records_are_refused_and_then_allowed_with_another_file_wit
     found, expected = (contents(tmp_path / name) for name in ("refused", "straight"))
     manifest = found.pop("manifest.json").replace(b"as it was found", b"broken_json")
     assert manifest == expected.pop("manifest.json") and found == expected
-    assert finished_dataset(load_config(config)) is not None
+    assert finished_dataset(load_config(config, ["data.max_bad_fraction=0.04"])) is not None
+    with pytest.raises(ConfigError, match="2 of 51 documents are unreadable"):
+        finished_dataset(load_config(config))
+
+
+def test_pieces_that_were_damaged_are_made_again_and_leftovers_removed(tmp_path, jobs, folder, write_config, data_prep):
+    vocabulary = str(jobs["first"].result() / "spiece.model")
+    inputs = [{"kind": "text", "path": str(folder / "seven" / "*.txt")}]
+    settings = {"inputs": inputs, "vocab": {"model": vocabulary}, "shards": 1}
+    configs = {name: write_config(tmp_path, name, **settings) for name in ("damaged", "straight")}
+    plan = Plan.make(load_config(configs["damaged"]))
+    write_whole(plan.vocabulary, Path(vocabulary).read_bytes())
+    plan.save()
+    for unit in range(len(plan.units)):
+        write_whole(plan.unit_report(unit), json.dumps(spill_unit(plan, unit)))
+    plan.spill(0, 0).unlink()
+    plan.spill(1, 0).write_bytes(plan.spill(1, 0).read_bytes()[:-8])
+    plan.unit_report(2).write_text('{"counts": {"re')
+    write_whole(plan.source_report(0), "")
+    for process in [data_prep("--config", config) for config in configs.values()]:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert contents(tmp_path / "damaged") == contents(tmp_path / "straight")
+    for leftover in (plan.pieces / "units" / "left.json", plan.work / "plan.pickle"):
+        write_whole(leftover, "{}")
+    _, errors = data_prep("--config", configs["damaged"]).communicate(timeout=60)
+    assert "nothing to do" in errors
+    assert not list((tmp_path / "damaged").glob(".work*"))
 
 
 def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):

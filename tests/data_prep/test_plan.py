@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from configs.schema import load_config
+from configs.schema import ConfigError, load_config
 from data_prep.files import write_whole
 from data_prep.plan import Plan
 from data_prep.vocabulary import Vocabulary
@@ -76,3 +76,15 @@ def test_a_little_more_text_is_sampled_at_the_same_rate(tmp_path, write_config):
     assert 100 * 250 / 300_000 <= first.sampling_rate < 2 * 100 * 250 / 300_000
     assert first.sample_keys == second.sample_keys[:1] and len(second.sample_keys) == 2
     assert first.fingerprint != second.fingerprint
+
+
+def test_what_other_versions_made_serves_no_plan_but_a_finished_data_set_stays(planned, monkeypatch):
+    first = planned()
+    first.save()
+    monkeypatch.setattr("data_prep.plan.versions", lambda: {**first.versions, "sentencex": "0.0.1"})
+    with pytest.raises(ConfigError, match=r"a worker has sentencex 0.0.1, the job was started with"):
+        Plan.load(first.path)
+    second = planned()
+    assert first.fingerprint == second.fingerprint and first.work != second.work
+    for name in ("sample_keys", "unit_keys", "source_keys"):
+        assert not set(getattr(first, name)) & set(getattr(second, name))
