@@ -83,6 +83,10 @@ class DivergenceWatch:
         before = step - len(state.high) - DOUBTED_STEPS
         return max(0, before if state.last_below is None else min(before, state.last_below))
 
+    def forget_level(self) -> None:
+        """Learn the running level anew: what comes may be higher, and nothing be wrong."""
+        self._state = WatchState(last_below=self._state.last_below, reported_plateau=self._state.reported_plateau)
+
     def observe(self, step: int, loss: float) -> Event | None:
         """Take in the finite `loss` of finished step `step`, and say what is wrong, if anything, once."""
         state = self._state

@@ -89,6 +89,9 @@ def train(
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
     peak = training.learning_rate * progress.rate_factor
     stopping = False
+    num_layers_before = num_layers_at(
+        max(0, progress.step - 1), training.depth_schedule, config.model.num_hidden_layers
+    )
     offset = progress.batch_offset
     with closing(batches.prefetched(progress.step + offset, last_step + offset)) as prefetched:
         batch = next(prefetched, None)
@@ -101,11 +104,17 @@ def train(
             pending = engine.count_masked(following) if following else None
             rate = learning_rate_at(progress.step, peak, training.warmup_steps, training.steps)
             num_layers = num_layers_at(progress.step, training.depth_schedule, config.model.num_hidden_layers)
+            if num_layers != num_layers_before:
+                # A deeper model starts with a higher loss.
+                watch.forget_level()
+                num_layers_before = num_layers
             sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested, num_layers)
             progress.step += 1
             progress.tokens += batch.tokens
-            event = _observed(watch, sums, engine.gradient_norm, progress, rate, training.precision)
+            event = observed(watch, sums, engine.gradient_norm, progress, rate, training.precision)
             if event is not None and (event.kind == "not_finite" or training.on_divergence.action != "warn"):
+                if recorder is not None:
+                    recorder.checkpoints.wait()
                 raise DivergedError(event, progress.step - 1 + offset)
             seconds = time.monotonic() - begin
             values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
@@ -144,7 +153,7 @@ def _save(engine: Engine, recorder: Recorder | None, progress: Progress, watch: 
         recorder.checkpoints.write(progress.step, state.weights, state.moments, described, trusted)
 
 
-def _observed(
+def observed(
     watch: DivergenceWatch, sums: LossSums, gradient_norm: float, progress: Progress, rate: float, precision: str
 ) -> Event | None:
     """What is wrong with the step just finished. In fp16 gradients overflow now and then: DeepSpeed passes over the

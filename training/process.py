@@ -96,8 +96,6 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
             status = "KILLED" if stopped else "FINISHED"
         except DivergedError as error:
             diverged = error
-            if recorder is not None:
-                recorder.checkpoints.wait()
         except OSError as error:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)

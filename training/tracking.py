@@ -69,8 +69,11 @@ class EventsFile:
         self.path = folder / EVENTS
 
     def append(self, event: dict) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self.path, error)
 
 
 def run_id_file(folder: Path, rollbacks: int) -> Path:

@@ -74,3 +74,13 @@ def test_a_watch_goes_on_from_its_state_as_if_it_had_not_been_cut():
         events = observed(losses[:cut], watch=watch)
         again = DivergenceWatch(UNIGRAM, 150, 20_000, json.loads(json.dumps(watch.state())))
         assert events + observed(losses[cut:], watch=again, first=cut + 1) == observed(losses), cut
+
+
+def test_a_higher_loss_that_was_announced_raises_no_alarm():
+    losses = healthy(2000, 0.05)
+    deeper = losses[1500:] + 1.0
+    watch = DivergenceWatch(UNIGRAM, 150, 20_000)
+    assert observed(losses[:1500], watch=watch) == []
+    watch.forget_level()
+    assert observed(deeper[:300], watch=watch, first=1501) == []
+    assert observed(deeper[300:], watch=DivergenceWatch(UNIGRAM, 150, 20_000, watch.state()), first=1801) == []

@@ -14,7 +14,7 @@ from tests.small_run import run, settings
 from training.divergence import DivergenceWatch
 from training.engine import loss_scale_of, set_loss_scale
 from training.evaluate import LossSums
-from training.loop import Progress, _observed
+from training.loop import Progress, observed
 
 TOO_HIGH = {
     "training__learning_rate": "1.0",
@@ -82,11 +82,11 @@ def test_fp16_passes_over_what_is_not_finite_and_counts_it_while_other_precision
     sums = LossSums(50.0, 1.0, 10, 1.0, 1.0, 2)
     watch = DivergenceWatch(6.0, 10, 1000)
     progress = Progress(step=3)
-    assert _observed(watch, sums, float("inf"), progress, 1e-3, "fp16") is None
+    assert observed(watch, sums, float("inf"), progress, 1e-3, "fp16") is None
     assert progress.skipped_steps == 1
-    event = _observed(watch, sums, float("inf"), progress, 1e-3, "bf16")
+    event = observed(watch, sums, float("inf"), progress, 1e-3, "bf16")
     assert event.kind == "not_finite" and "step 3 is not finite" in event.text and "0.001" in event.text
-    assert _observed(watch, sums, 1.0, progress, 1e-3, "bf16") is None
+    assert observed(watch, sums, 1.0, progress, 1e-3, "bf16") is None
     assert progress.skipped_steps == 1
 
 
