@@ -39,6 +39,7 @@ DEEPSPEED_GENERATED_KEYS = (
     "bf16",
     "fp16",
     "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
     "data_types",
     "memory_efficient_linear",
 )
@@ -268,6 +269,9 @@ class TrainingConfig(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(1.0, description="global norm; 0 switches it off")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 1
+    offload_optimizer: bool = Field(
+        False, description="ZeRO-Offload: float32 weights, moments and the optimizer's step in the host's memory"
+    )
     activation_checkpointing: bool | PositiveInt = Field(
         False, description="compute activations again in the backward pass: of all layers, or of the first so many"
     )
@@ -287,6 +291,8 @@ class TrainingConfig(Section):
             raise ValueError(f"depth_schedule takes {scheduled} steps, which must be below steps {self.steps}")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
         if self.precision == "fp16" and self.zero_stage == 0:
             raise ValueError("precision fp16 does not work at zero_stage 0 (DeepSpeed leaves the loss unscaled): use 1")
         generated = sorted(set(self.deepspeed) & set(DEEPSPEED_GENERATED_KEYS))
@@ -299,7 +305,7 @@ class TrainingConfig(Section):
         if generated:
             raise ValueError(
                 f"deepspeed.{generated[0]} is generated from the other settings (global_batch_size, "
-                "micro_batch_tokens, optimizer, precision, zero_stage, gradient_clipping): set those"
+                "micro_batch_tokens, optimizer, precision, zero_stage, offload_optimizer, gradient_clipping): set those"
             )
         return self
 

@@ -62,6 +62,9 @@ def deepspeed_config(training: TrainingConfig) -> dict:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
     }
+    if training.offload_optimizer:
+        generated["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        generated["zero_force_ds_cpu_optimizer"] = False
     if training.precision == "bf16":
         generated["bf16"] = {"enabled": True}
         if training.zero_stage in (1, 2):

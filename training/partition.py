@@ -23,6 +23,7 @@ class Partition:
 
     def whole(self, part: Tensor) -> list[Tensor]:
         """The whole tensors, flat, from the parts of all ranks, which must all call."""
+        part = _communicable(part)
         parts = part.new_empty(dist.get_world_size(), part.numel())
         dist.all_gather_into_tensor(parts.view(-1), part)
         tensors = [part.new_empty(size) for size in self._sizes]
@@ -59,5 +60,11 @@ class Partition:
 def all_reduced(values: list[Tensor]) -> Tensor:
     """0-d `values` as one tensor, summed over the ranks."""
     stacked = torch.stack(values)
-    dist.all_reduce(stacked)
-    return stacked
+    summed = _communicable(stacked)
+    dist.all_reduce(summed)
+    return summed.to(stacked.device)
+
+
+def _communicable(tensor: Tensor) -> Tensor:
+    """`tensor` where the ranks' backend takes it: NCCL only from the GPU, which ZeRO-Offload's state is not on."""
+    return tensor.cuda() if dist.get_backend() == "nccl" else tensor

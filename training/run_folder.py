@@ -26,6 +26,7 @@ CURVE_KEEPS = (
     "training.micro_batch_tokens",
     "training.stop_after",
     "training.zero_stage",
+    "training.offload_optimizer",
     "training.activation_checkpointing",
     "training.compile",
     "training.on_divergence",

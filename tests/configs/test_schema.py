@@ -134,9 +134,10 @@ def test_rate_and_steps_are_converted_to_another_batch_by_the_square_root_rule_o
         (["training.depth_schedule=[{num_layers: 3, steps: 5}]", "model.share=ffn"], "needs model.share: all"),
         (["training.depth_schedule=[{num_layers: 1, steps: 5}]", "model.num_hidden_groups=2"], "num_hidden_groups 2"),
         (["training.compile=true", "training.zero_stage=3"], "compile does not work at zero_stage 3"),
+        (["training.offload_optimizer=true", "training.zero_stage=0"], "offload_optimizer needs zero_stage 1"),
     ],
 )
-def test_depths_and_compilation_that_cannot_be_are_refused_in_one_line(overrides, named):
+def test_depths_compilation_and_offloading_that_cannot_be_are_refused_in_one_line(overrides, named):
     with pytest.raises(ConfigError, match=named) as refused:
         load_config("configs/base.yaml", overrides)
     assert "\n" not in str(refused.value)

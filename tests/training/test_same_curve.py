@@ -35,6 +35,14 @@ GROWING = {
     }
     for stage in (0, 1, 2, 3)
 }
+OFFLOADED = {
+    f"stage {stage}, offloaded": {
+        "training__zero_stage": str(stage),
+        "training__offload_optimizer": "true",
+        "training__micro_batch_tokens": "200",
+    }
+    for stage in (1, 2, 3)
+}
 GOLDEN_LOSSES = [6.223439, 6.188205, 6.130268, 6.134882, 6.087874, 6.091017]
 GOLDEN_GRADIENT_NORMS = [0.84187, 0.46702, 0.59422, 0.48977, 0.56709, 0.55841]
 """Of every fifth step, from the first; to be replaced where examples, masks, model or optimizer are meant to change."""
@@ -113,8 +121,8 @@ def trained(small_data, tmp_path_factory):
     return train
 
 
-ALL = EXACT | RESTARTED | DEALT | GROWING
-SOME = EXACT | {name: ALL[name] for name in (*DEALT, "stage 2, restarted", "stage 3, growing")}
+ALL = EXACT | RESTARTED | DEALT | GROWING | OFFLOADED
+SOME = EXACT | {name: ALL[name] for name in (*DEALT, "stage 2, restarted", "stage 3, growing", "stage 2, offloaded")}
 
 
 @pytest.mark.parametrize(
@@ -140,13 +148,26 @@ def test_every_stage_micro_batch_restart_and_depth_follows_plain_torch(
             assert difference <= 2e-5 * expected.norm() + 1e-6, (name, key, float(difference))
 
 
-@pytest.mark.parametrize("stages", [[1], pytest.param([0, 2, 3], marks=pytest.mark.matrix)], ids=str)
-def test_half_precision_stays_near_the_float32_curve_and_restarts_exactly_as_does_dropout(reference, trained, stages):
+@pytest.mark.parametrize(
+    ("stages", "offloaded"),
+    [
+        ([1], False),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (([0, 2, 3], False), ([1, 2, 3], True))),
+    ],
+    ids=str,
+)
+def test_half_precision_stays_near_the_float32_curve_and_restarts_exactly_as_does_dropout(
+    reference, trained, stages, offloaded
+):
     losses, _, _ = reference
     cases = {}
     for stage in stages:
         for kind in ("straight", "restarted"):
-            cases[f"stage {stage} {kind}"] = {"training__zero_stage": str(stage), "training__precision": "bf16"}
+            cases[f"stage {stage} {kind}"] = {
+                "training__zero_stage": str(stage),
+                "training__precision": "bf16",
+                "training__offload_optimizer": str(offloaded),
+            }
     dropout = {"training__zero_stage": "1", "model__hidden_dropout_prob": "0.1"}
     cases |= {"dropout straight": dropout, "dropout restarted": dropout}
     results, folder = trained(2, cases, restart_at={name: 3 for name in cases if "restarted" in name})
