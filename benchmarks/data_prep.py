@@ -21,16 +21,13 @@ import tarfile
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-
-import psutil
 
 # This file has the name of the package that it measures.
 sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.processes import Used, run
 from configs.schema import Config, validate_config
 from data_prep.corpus import docstring_text
 from data_prep.plan import Plan
@@ -41,7 +38,6 @@ MAX_POOL_BYTES = 60_000_000
 PARAGRAPHS_PER_DOCUMENT = (1, 30)
 VOCABULARY_SIZE = 30_000
 LONG_LINE_BYTES = 50_000_000
-SAMPLING_SECONDS = 0.05
 
 
 class VisibleText(HTMLParser):
@@ -153,37 +149,6 @@ for document in text.split("\\n\\n"):
         tokens += len(ids)
 print(tokens)
 """
-
-
-@dataclass(frozen=True)
-class Used:
-    """What a process and its children took: CPU seconds, wall seconds, peak memory in bytes (shared pages once)."""
-
-    cpu: float
-    wall: float
-    memory: int
-
-
-def run(*command: str, watch_memory: bool = False) -> Used:
-    """Run `python command…` to its end, looking at its memory now and then, which costs time; exits where it fails."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begin = time.monotonic()
-    peak = 0
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT)
-        watched = psutil.Process(process.pid)
-        while watch_memory and process.poll() is None:
-            with suppress(psutil.NoSuchProcess):
-                tree = [watched, *watched.children(recursive=True)]
-                peak = max(peak, sum(part.memory_full_info().pss for part in tree))
-            time.sleep(SAMPLING_SECONDS)
-        process.wait()
-        wall = time.monotonic() - begin
-        if process.returncode:
-            log.seek(0)
-            sys.exit(log.read().decode(errors="replace")[-3000:])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Used(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, wall, peak)
 
 
 def config_for(folder: Path, corpus: Path, shards: int, model: str | None) -> Config:

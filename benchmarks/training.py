@@ -23,16 +23,19 @@ sys.path[0] = str(Path(__file__).parents[1])
 
 import numpy as np
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining
+import torch.distributed as dist
+import torch.multiprocessing
 
+from benchmarks.hugging_face import hugging_face_inputs, hugging_face_model, plainly_collated
 from configs.schema import Config, load_config
 from data_prep.masking import draw_masks
 from data_prep.randomness import uniforms
 from data_prep.shards import Dataset, Split
-from data_prep.vocabulary import CLS, FIRST_ORDINARY_ID, MASK, PAD, SEP, Vocabulary
+from data_prep.vocabulary import PAD, Vocabulary
 from training.batches import Batches, MicroBatch
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert, pretraining_losses
+from training.partition import all_reduced
 
 ROOT = Path(__file__).parents[1]
 LENGTH = 512
@@ -43,6 +46,7 @@ MODEL_VOCABULARY_SIZE = 30_000
 GLOBAL_BATCH_SIZE = 4096
 MASKING_ROWS = 4096
 MICRO_BATCHES_TIMED = 3
+EXCHANGES = 200
 
 
 def main() -> None:
@@ -60,6 +64,7 @@ def main() -> None:
         bench.preparation()
         bench.rest_of_a_step(folder)
         if not arguments.skip_processes:
+            bench.norms(folder)
             _compare_processes(config, folder)
 
 
@@ -224,6 +229,20 @@ class Bench:
             f"writing a checkpoint (in the background) {written / step:.3%}"
         )
 
+    def norms(self, folder: Path) -> None:
+        """The exchange of norms between two processes, in shares of the smallest and of a large step."""
+        matrices = sum(parameter.ndim > 1 for parameter in self.ours.parameters())
+        measured = folder / "norms"
+        arguments = (matrices, f"file://{folder}/meeting", measured)
+        torch.multiprocessing.start_processes(_exchange_norms, arguments, nprocs=2, start_method="spawn")
+        seconds = float(measured.read_text())
+        token = self.seconds_per_token * LENGTH
+        print(
+            f"exchange of the norms of {matrices} tensors: {seconds * 1e3:.2f} ms, {seconds / (token * self.rows):.3%} "
+            f"of a step of one micro-batch, {seconds / (token * GLOBAL_BATCH_SIZE):.5%} of one of "
+            f"{GLOBAL_BATCH_SIZE:,} examples (at most 1 %)"
+        )
+
     def _loader(self, global_batch_size: int) -> Batches:
         return Batches(
             self.split,
@@ -266,65 +285,6 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def hugging_face_model(config: Config, vocabulary_size: int) -> AlbertForPreTraining:
-    model = config.model
-    theirs = AlbertConfig(
-        vocab_size=vocabulary_size,
-        embedding_size=model.embedding_size,
-        hidden_size=model.hidden_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        intermediate_size=model.intermediate_size,
-        hidden_act=model.hidden_act,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout_prob=0.0,
-        max_position_embeddings=model.max_position_embeddings,
-        attn_implementation="sdpa",
-    )
-    return AlbertForPreTraining(theirs)
-
-
-def hugging_face_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
-    rows, length = batch.input_ids.shape
-    lengths = torch.full((rows,), length) if batch.lengths is None else batch.lengths
-    labels = torch.full((rows * length,), -100)
-    labels[batch.masked_positions] = batch.mlm_labels
-    given = {
-        "input_ids": batch.input_ids,
-        "token_type_ids": batch.token_type_ids,
-        "attention_mask": (torch.arange(length) < lengths[:, None]).long(),
-        "labels": labels.view(rows, length),
-        "sentence_order_label": batch.sentence_labels,
-    }
-    return {name: tensor.to(device) for name, tensor in given.items()}
-
-
-def plainly_collated(
-    split: Split, indices: np.ndarray, vocabulary_size: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """What a straightforward collator makes: padded to the longest, 15 % of single tokens masked at random."""
-    taken = split.take(indices)
-    width = int(taken.lengths.max())
-    inside = torch.arange(width) < torch.from_numpy(taken.lengths)[:, None]
-    ids = torch.full((len(indices), width), PAD)
-    ids[inside] = torch.from_numpy(taken.input_ids.astype(np.int64))
-    masked = inside & (ids != CLS) & (ids != SEP) & (torch.rand(ids.shape) < 0.15)
-    shown, choice = ids.clone(), torch.rand(ids.shape)
-    shown[masked & (choice < 0.8)] = MASK
-    replaced = masked & (choice >= 0.9)
-    shown[replaced] = torch.randint(FIRST_ORDINARY_ID, vocabulary_size, ids.shape)[replaced]
-    starts = torch.from_numpy(taken.segment_b_start)[:, None]
-    given = {
-        "input_ids": shown,
-        "token_type_ids": ((torch.arange(width) >= starts) & inside).long(),
-        "attention_mask": inside.long(),
-        "labels": torch.where(masked, ids, -100),
-        "sentence_order_label": torch.from_numpy(taken.sentence_label),
-    }
-    return {name: tensor.to(device) for name, tensor in given.items()}
-
-
 def training_flops(config: Config, vocabulary_size: int, batch: MicroBatch) -> int:
     """Floating-point operations of the matrix products that `Albert` does forward and backward, padding included."""
     model = config.model
@@ -338,6 +298,20 @@ def training_flops(config: Config, vocabulary_size: int, batch: MicroBatch) -> i
     products = layers * attention + ((layers - 1) * tokens + read) * feed_forward
     products += tokens * embedding * size + masked * embedding * (size + vocabulary_size) + rows * size * size
     return 3 * 2 * products
+
+
+def _exchange_norms(rank: int, matrices: int, meeting: str, measured: Path) -> None:
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=2)
+    squares = [torch.ones(()) for _ in range(2 * matrices)]
+    times = []
+    for _ in range(EXCHANGES):
+        dist.barrier()
+        begin = time.perf_counter()
+        all_reduced(squares)
+        times.append(time.perf_counter() - begin)
+    if rank == 0:
+        measured.write_text(str(statistics.median(times)))
+    dist.destroy_process_group()
 
 
 def _compare_processes(config: Config, folder: Path) -> None:

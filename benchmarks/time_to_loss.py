@@ -1,0 +1,238 @@
+"""Wall time to the validation loss that a straightforward Hugging Face loop ends with.
+
+    python benchmarks/time_to_loss.py [--seeds 3] [--steps 1000] [--folder DIR] [--only NAME …]
+
+The demo's text as examples of 512 tokens, a model of the demo's width with six layers. The reference is a loop over
+Hugging Face's `AlbertForPreTraining` (SDPA) with torch's AdamW: same examples, masks and number of steps, padded to
+512, all layers from the first step. The rows below it add one ingredient each. Evaluations do not count; everything
+else does, from the first step on. The time to the loss ends with the first evaluation at or below the reference's last.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.hugging_face import hugging_face_inputs, hugging_face_model
+from configs.schema import Config, load_config
+from data_prep.shards import Dataset
+from data_prep.vocabulary import Vocabulary
+from training.batches import Batches, RankBatch
+from training.engine import Engine, join_processes
+from training.schedule import learning_rate_at, num_layers_at
+
+ROOT = Path(__file__).parents[1]
+LENGTH = 512
+LAYERS = 6
+VALIDATION_BATCHES = 16
+EVALUATED_FROM, EVALUATED_EVERY = 0.6, 0.04
+"""Shares of the steps."""
+
+REFERENCE = "Hugging Face, AdamW"
+WHOLE = {"training.optimizer.name": "adamw", "training.learning_rate": "0.002", "training.micro_batch_tokens": "8192"}
+SORTED = WHOLE | {"training.micro_batch_tokens": "1024"}
+LAMB = {"training.micro_batch_tokens": "1024"}
+VARIANTS = {
+    REFERENCE: WHOLE,
+    "this model and loop": WHOLE,
+    "+ batches sorted by length, by token budget": SORTED,
+    "+ LAMB": LAMB,
+    "+ growing depth": LAMB | {"training.depth_schedule": "growing"},
+}
+GROWTH = ((1, 0.4), (2, 0.25), (4, 0.15))
+"""(layers, share of the steps), then all layers."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run came to: (seconds of training, validation MLM loss) at each evaluation, the last at its end."""
+
+    evaluations: list[tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        return self.evaluations[-1][0]
+
+    @property
+    def loss(self) -> float:
+        return self.evaluations[-1][1]
+
+    def seconds_to(self, loss: float) -> float | None:
+        return next((seconds for seconds, reached in self.evaluations if reached <= loss), None)
+
+
+def main() -> None:
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.folder or temporary)
+        courses: dict[str, list[Course]] = {}
+        for seed in range(arguments.seeds):
+            for name, overrides in VARIANTS.items():
+                if arguments.only and not any(part in name for part in arguments.only):
+                    continue
+                config = _config(folder, arguments, seed, overrides)
+                if not courses:
+                    _prepare(config, folder)
+                course = _measured(name, config)
+                courses.setdefault(name, []).append(course)
+                print(f"seed {seed}, {name}: {course.loss:.3f} nats after {course.seconds:.0f} s", flush=True)
+                with open(folder / "courses.jsonl", "a") as file:
+                    file.write(json.dumps({"name": name, "seed": seed, "evaluations": course.evaluations}) + "\n")
+    if REFERENCE in courses:
+        _print_table(courses)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", nargs="*", help="only variants with these words in their names")
+    parser.add_argument("--set", action="append", default=[], help="key.path=value for every variant")
+    parser.add_argument("--folder", help="keep the prepared examples and the courses here")
+    return parser.parse_args()
+
+
+def _config(folder: Path, arguments: argparse.Namespace, seed: int, overrides: dict[str, str]) -> Config:
+    settings = {
+        "seed": seed,
+        "data.output": folder / "data",
+        "data.max_length": LENGTH,
+        "model.max_position_embeddings": LENGTH,
+        "model.num_hidden_layers": LAYERS,
+        "training.output": folder / "run",
+        "training.global_batch_size": 8,
+        "training.steps": arguments.steps,
+        "training.warmup_steps": arguments.steps // 10,
+        **overrides,
+    }
+    if settings.get("training.depth_schedule") == "growing":
+        stages = [f"{{num_layers: {layers}, steps: {round(share * arguments.steps)}}}" for layers, share in GROWTH]
+        settings["training.depth_schedule"] = f"[{', '.join(stages)}]"
+    return load_config(
+        ROOT / "configs" / "demo.yaml", [*(f"{key}={value}" for key, value in settings.items()), *arguments.set]
+    )
+
+
+def _prepare(config: Config, folder: Path) -> None:
+    settings = [f"data.output={config.data.output}", f"data.max_length={LENGTH}"]
+    settings += [f"model.max_position_embeddings={LENGTH}", f"tracking.uri=sqlite:///{folder}/mlflow.db"]
+    command = [sys.executable, "-m", "data_prep", "--config", "configs/demo.yaml"]
+    subprocess.run([*command, *(part for each in settings for part in ("--set", each))], cwd=ROOT, check=True)
+
+
+def _measured(name: str, config: Config) -> Course:
+    dataset = Dataset.open(config.data.output)
+    vocabulary = Vocabulary.load(dataset.vocabulary_path)
+    rank, world_size = join_processes()
+
+    def batches(split: str, fixed: bool = False) -> Batches:
+        training = config.training
+        sizes = (training.global_batch_size, training.micro_batch_tokens)
+        seed = 0 if fixed else config.seed
+        arguments = (vocabulary.word_starts, config.data, seed, *sizes, rank, world_size)
+        return Batches(dataset.split(split), *arguments, fixed=fixed)
+
+    validation = list(batches("validation", fixed=True).one_pass(VALIDATION_BATCHES))
+    trainer = (_HuggingFace if name == REFERENCE else _Ours)(config, vocabulary.size)
+    evaluations, seconds = [], 0.0
+    steps = config.training.steps
+    first, every = round(steps * EVALUATED_FROM), max(1, round(steps * EVALUATED_EVERY))
+    with closing(batches("train").prefetched(0, steps)) as prefetched:
+        begin = time.perf_counter()
+        for step, batch in enumerate(prefetched):
+            trainer.train_step(step, batch)
+            ending = step + 1 == steps
+            if ending or (name != REFERENCE and step >= first and (steps - step - 1) % every == 0):
+                seconds += time.perf_counter() - begin
+                evaluations.append((seconds, trainer.validation_loss(validation)))
+                begin = time.perf_counter()
+    return Course(evaluations)
+
+
+class _Ours:
+    def __init__(self, config: Config, vocabulary_size: int):
+        self._training = config.training
+        self._layers = config.model.num_hidden_layers
+        self._engine = Engine(config, vocabulary_size)
+
+    def train_step(self, step: int, batch: RankBatch) -> None:
+        training = self._training
+        rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
+        num_layers = num_layers_at(step, training.depth_schedule, self._layers)
+        self._engine.train_step(step, batch, batch.masked, rate, stop=False, num_layers=num_layers)
+        self._trained_layers = num_layers
+
+    def validation_loss(self, batches: list[RankBatch]) -> float:
+        return self._engine.evaluate(batches, self._trained_layers).mean_mlm_loss
+
+
+class _HuggingFace:
+    def __init__(self, config: Config, vocabulary_size: int):
+        self._training = training = config.training
+        torch.manual_seed(config.seed)
+        self._model = hugging_face_model(config, vocabulary_size)
+        settings = training.optimizer
+        parameters = list(self._model.parameters())
+        decays = ((True, settings.weight_decay), (False, 0.0))
+        groups = [
+            {"params": [each for each in parameters if (each.ndim > 1) is is_matrix], "weight_decay": decay}
+            for is_matrix, decay in decays
+        ]
+        betas = (settings.beta1, settings.beta2)
+        self._optimizer = torch.optim.AdamW(groups, training.learning_rate, betas, settings.eps)
+
+    def train_step(self, step: int, batch: RankBatch) -> None:
+        training = self._training
+        self._model.train()
+        (micro_batch,) = batch.micro_batches
+        loss = self._model(**hugging_face_inputs(micro_batch, torch.device("cpu"), LENGTH)).loss
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), training.gradient_clipping)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def validation_loss(self, batches: list[RankBatch]) -> float:
+        self._model.eval()
+        loss = masked = 0.0
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                given = hugging_face_inputs(micro_batch, torch.device("cpu"))
+                labels = given.pop("labels").flatten()
+                logits = self._model(**given).prediction_logits.flatten(0, 1)
+                loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+                masked += len(micro_batch.mlm_labels)
+        return loss / masked
+
+
+def _print_table(courses: dict[str, list[Course]]) -> None:
+    print("\nmeans over the seeds; the ratio's range in brackets")
+    for name, found in courses.items():
+        pairs = list(zip(found, courses[REFERENCE], strict=True))
+        reached = [ours.seconds_to(theirs.loss) for ours, theirs in pairs]
+        seconds, losses = (
+            statistics.mean(values) for values in zip(*((c.seconds, c.loss) for c in found), strict=True)
+        )
+        if None in reached:
+            ratio = f"not reached with {reached.count(None)} of {len(found)} seeds"
+        else:
+            ratios = [when / theirs.seconds for when, (_, theirs) in zip(reached, pairs, strict=True)]
+            ratio = f"{statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{name:48}  {seconds:6.0f} s in all, {losses:.3f} nats; time to the reference's loss: {ratio}")
+
+
+if __name__ == "__main__":
+    main()
