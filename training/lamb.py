@@ -11,6 +11,7 @@ ZeRO leaves each rank a flat part of every parameter group: squared norms are su
 it, then over the ranks, in one all-reduce a step (two floats a tensor).
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -85,7 +86,7 @@ class Lamb(torch.optim.Optimizer):
                 continue
             if group["bias_correction"]:
                 group["step"] = group.get("step", 0) + 1
-            updates = [self._update(part, group) for part in stepped]
+            updates = self._updates(stepped, group)
             if group["adapt"]:
                 _scale_by_trust(stepped, updates, group["partition"], group["clamp"])
             torch._foreach_add_(stepped, updates, alpha=-group["lr"])
@@ -99,20 +100,25 @@ class Lamb(torch.optim.Optimizer):
             raise RuntimeError("Lamb.create_state() must be called before the first step")
         return False
 
-    def _update(self, parameter: Tensor, group: dict) -> Tensor:
-        """The step to take, before trust ratio and rate; moves the moments on."""
-        state, gradient = self.state[parameter], parameter.grad
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    def _updates(self, parameters: list[Tensor], group: dict) -> list[Tensor]:
+        """The steps to take, before trust ratio and rate; moves the moments on."""
+        gradients = [parameter.grad for parameter in parameters]
+        exp_avg = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        exp_avg_sq = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
         beta1, beta2 = group["betas"]
-        exp_avg.lerp_(gradient, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sq, beta2)
+        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
+        denominators = torch._foreach_sqrt(exp_avg_sq)
         if group["bias_correction"]:
-            exp_avg = exp_avg / (1 - beta1 ** group["step"])
-            exp_avg_sq = exp_avg_sq / (1 - beta2 ** group["step"])
-        update = exp_avg / exp_avg_sq.sqrt().add_(group["eps"])
+            torch._foreach_div_(denominators, math.sqrt(1 - beta2 ** group["step"]))
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(exp_avg, denominators)
+        if group["bias_correction"]:
+            torch._foreach_div_(updates, 1 - beta1 ** group["step"])
         if group["weight_decay"]:
-            update.add_(parameter, alpha=group["weight_decay"])
-        return update
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        return updates
 
 
 def _scale_by_trust(
@@ -131,5 +137,4 @@ def _scale_by_trust(
     if clamp is not None:
         ratios = ratios.clamp(*clamp)
     ratios = torch.where((weight_norms > 0) & (update_norms > 0), ratios, 1.0)
-    for update, ratio in zip(updates, ratios, strict=True):
-        update.mul_(ratio)
+    torch._foreach_mul_(updates, list(ratios.unbind()))

@@ -276,5 +276,7 @@ def pretraining_losses(
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    loss = F.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="sum")
+    # On GPUs this spares a float32 copy of the logits, which `cross_entropy(logits.float(), …)` makes.
+    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = F.nll_loss(log_probabilities, labels, ignore_index=-1, reduction="sum")
     return loss, (logits.argmax(dim=-1) == labels).sum().float()
