@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from threading import Thread
+from typing import BinaryIO, NoReturn
 
 from rich.console import Console
 
@@ -39,6 +40,7 @@ WAIT_SECONDS = 0.1
 SECONDS_TO_END = 10
 TAIL_LINES, TAIL_CHARACTERS, REASON_CHARACTERS = 10, 200, 300
 READERS = 16
+LOG_BYTES = 2**16
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b")
 """The line of a traceback that says what was raised."""
 BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
@@ -201,12 +203,14 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
     for name in (HEARTBEATS, FAILURES):
         remove_folder(plan.work / name)
     stuck = False
-    with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
+    with open(log, "wb", buffering=0) as log_file, Progress(plan, step, title, console) as progress:
         process = subprocess.Popen(
-            command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
         )
-        lock.name_holder(process.pid)
+        log_writer = Thread(target=_write_log, args=(process.stdout, log_file), daemon=True)
+        log_writer.start()
         try:
+            lock.name_holder(process.pid)
             looked = 0.0
             while process.poll() is None:
                 if time.monotonic() - looked >= progress.seconds_between_looks:
@@ -223,6 +227,7 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 _check_units(plan, progress)
         finally:
             _end(process)
+            log_writer.join(SECONDS_TO_END)
             lock.name_holder(os.getpid())
     if stuck:
         console.print(f"the end of {log}:\n{_tail(log)}", markup=False, highlight=False, soft_wrap=True)
@@ -232,6 +237,18 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
         )
     if process.returncode:
         _raise_failure(plan, step, log, process.returncode)
+
+
+def _write_log(messages: BinaryIO, log: BinaryIO) -> None:
+    """Write to `log` what a step and its workers say, as far as there is room.
+
+    They themselves must not: a worker of Beam's own runner that cannot print its failure never reports it.
+    """
+    with messages:
+        while block := os.read(messages.fileno(), LOG_BYTES):
+            # It is closed when the step has ended, which programs that an engine started may outlive.
+            with suppress(OSError, ValueError):
+                log.write(block)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -259,13 +276,13 @@ def _tail(log: Path) -> str:
 
 
 def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
-    lines = log.read_text(errors="replace").splitlines()
     failure = next(plan.failures(), None)
     if failure is not None:
         if is_url(failure.split(" ")[0]):
             # What a network withheld may come at the next try.
             raise StepFailedError(f"{failure}; the same command goes on from here")
         raise ConfigError(failure)
+    lines = log.read_text(errors="replace").splitlines()
     if lines and lines[-1].startswith("error: "):
         raise ConfigError(lines[-1].removeprefix("error: "))
     raised = [line for line in lines if RAISED.match(line)]

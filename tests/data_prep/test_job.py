@@ -429,12 +429,18 @@ def test_more_tokens_than_a_shard_holds_are_refused_by_its_name(tmp_path, corpus
         prepare(config, [], Console(file=io.StringIO()))
 
 
-def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
+def test_a_bad_file_is_refused_by_name_though_the_log_of_its_worker_has_no_room(
+    tmp_path, jobs, write_config, data_prep
+):
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
-    inputs = [*corpus, {"kind": "jsonl", "path": str(tmp_path / "bad.jsonl.gz")}]
-    assert "bad.jsonl.gz cannot be read" in refused(
-        data_prep("--config", write_config(tmp_path, "refused", inputs=inputs))
-    )
+    inputs = [{"kind": "jsonl", "path": str(tmp_path / "bad.jsonl.gz")}]
+    vocabulary = {"model": str(jobs["first"].result() / "spiece.model")}
+    config = write_config(tmp_path, "refused", inputs=inputs, vocab=vocabulary)
+    work = Plan.make(load_config(config)).work
+    work.mkdir(parents=True)
+    (work / "examples.log").symlink_to("/dev/full")
+    options = ("--direct_running_mode=multi_processing", "--direct_num_workers=2")
+    assert "bad.jsonl.gz cannot be read" in refused(data_prep("--config", config, *options))
     assert not any((tmp_path / "refused").glob("[!.]*"))
 
 
