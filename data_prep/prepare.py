@@ -28,7 +28,7 @@ from data_prep.files import entry_names, is_url, moved, one_line, remove_folder,
 from data_prep.locks import Lock, locked
 from data_prep.plan import FAILURES, HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
 from data_prep.progress import Progress, counts_of
-from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, check_shard_tokens, read_manifest
+from data_prep.shards import FORMAT, MANIFEST, SPLITS, VOCABULARY, Dataset, check_shard_tokens, read_manifest
 from data_prep.vocabulary import Vocabulary
 
 DEFAULT_RUNNER = "FnApiRunner"
@@ -43,6 +43,8 @@ READERS = 16
 LOG_BYTES = 2**16
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b")
 """The line of a traceback that says what was raised."""
+OURS = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}-of-\d{{5,}}\.arrow|\..+\.[0-9a-f]{{12}}\.tmp")
+"""Shards of a former data set, and what a killed job had half-written; other files of the folder stay."""
 BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
 
 
@@ -381,7 +383,7 @@ def _move_into_place(plan: Plan, manifest: dict) -> None:
     (output / MANIFEST).unlink(missing_ok=True)
     sync_folder(output)
     for name in entry_names(output):
-        if name.endswith((".arrow", ".tmp")):
+        if OURS.fullmatch(name):
             (output / name).unlink()
     vocabulary = Vocabulary.load(plan.vocabulary)
     write_whole(output / "spiece.vocab", vocabulary.listing())

@@ -507,12 +507,20 @@ def test_pieces_that_were_damaged_are_made_again_and_leftovers_removed(tmp_path,
     assert not list((tmp_path / "damaged").glob(".work*"))
 
 
-def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):
+def test_an_altered_shard_is_made_again_by_the_same_command_and_foreign_files_stay(
+    tmp_path, write_config, data_prep, pseudo_documents
+):
     (tmp_path / "corpus.txt").write_text("\n\n".join(pseudo_documents(150, 3)))
     config = write_config(
         tmp_path, "repaired", inputs=[{"kind": "text", "path": str(tmp_path / "corpus.txt")}], vocab={"size": 400}
     )
+    foreign = ("corpus.arrow", "train.arrow", "notes.tmp")
+    leftovers = ("train-00003-of-00004.arrow", ".manifest.json.0123456789ab.tmp")
+    for name in foreign + leftovers:
+        write_whole(tmp_path / "repaired" / name, name)
     assert data_prep("--config", config).wait() == 0
+    assert all((tmp_path / "repaired" / name).read_text() == name for name in foreign)
+    assert not any((tmp_path / "repaired" / name).exists() for name in leftovers)
     shard = next((tmp_path / "repaired").glob("train-*.arrow"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
