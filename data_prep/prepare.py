@@ -179,13 +179,21 @@ def _start_work(plan: Plan) -> None:
 def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
     if plan.data.vocab.model:
         write_whole(plan.vocabulary, Vocabulary.load(plan.data.vocab.model).model)
-    if not plan.vocabulary.exists():
+    elif not _has_vocabulary(plan):
         _keep_pieces(plan, (SAMPLES,), plan.sample_keys)
         _run_step("sample", "sampling text", plan, beam_args, lock, console)
         _run_step("vocabulary", "training vocabulary", plan, [], lock, console)
     _keep_pieces(plan, (UNITS, SPILLS), plan.unit_keys)
     _keep_pieces(plan, (SOURCES,), plan.source_keys)
     _run_step("examples", "making examples", plan, beam_args, lock, console)
+
+
+def _has_vocabulary(plan: Plan) -> bool:
+    """Whether the vocabulary was trained and lies whole in the work folder."""
+    try:
+        return Vocabulary(plan.vocabulary.read_bytes()).size == plan.data.vocab.size
+    except (FileNotFoundError, ConfigError):
+        return False
 
 
 def _keep_pieces(plan: Plan, folders: tuple[str, ...], keys: list[str]) -> None:

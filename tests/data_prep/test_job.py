@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from configs.schema import ConfigError, load_config
-from data_prep.corpus import Document
+from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.files import write_whole
 from data_prep.job import spill_unit
@@ -24,6 +24,7 @@ from data_prep.locks import locked
 from data_prep.plan import Plan
 from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
+from data_prep.sampling import sample_content, sampled_documents
 from data_prep.shards import Dataset
 from data_prep.vocabulary import CLS, MASK, SEP, Vocabulary
 
@@ -505,6 +506,25 @@ def test_pieces_that_were_damaged_are_made_again_and_leftovers_removed(tmp_path,
     _, errors = data_prep("--config", configs["damaged"]).communicate(timeout=60)
     assert "nothing to do" in errors
     assert not list((tmp_path / "damaged").glob(".work*"))
+
+
+def test_what_was_damaged_in_an_interrupted_job_is_made_again(tmp_path, folder, write_config, data_prep, jobs):
+    vocab = {"size": VOCABULARY_SIZE, "sample_sentences": 2000}
+    inputs = [{"kind": "text", "path": str(folder / "seven" / "*.txt")}]
+    config = write_config(tmp_path, "interrupted", inputs=inputs, vocab=vocab)
+    plan = Plan.make(load_config(config))
+    plan.save()
+    for unit in range(len(plan.units)):
+        documents = sampled_documents(read_documents(plan.units[unit]), plan.data, plan.seed, plan.sampling_rate)
+        write_whole(plan.sample(unit), sample_content(documents)[: None if unit % 2 else -9])
+    model = (jobs["first"].result() / "spiece.model").read_bytes()
+    write_whole(plan.vocabulary, model[:2000])
+    for number in range(len(plan.shard_splits)):
+        write_whole(plan.shard(number), "short")
+        write_whole(plan.shard_report(number), '{"bytes": 500}' if number else '{"by')
+    _, errors = data_prep("--config", config).communicate(timeout=60)
+    assert "vocabulary 400" in errors
+    assert contents(tmp_path / "interrupted") == contents(jobs["workers"].result())
 
 
 def test_an_altered_shard_is_made_again_by_the_same_command_and_foreign_files_stay(
