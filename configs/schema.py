@@ -342,6 +342,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
+        for key, folder in (("data.output", self.data.output), ("training.output", self.training.output)):
+            if not folder:
+                raise ValueError(f"{key} is empty: name a folder")
         if self.data.max_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"data.max_length {self.data.max_length} exceeds model.max_position_embeddings "

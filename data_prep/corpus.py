@@ -140,7 +140,7 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
             for package in settings.path.replace(",", " ").split():
                 add(position, _package(settings, package, key))
             continue
-        matches = _remote_matches(settings.path, key) if is_url(settings.path) else _local_matches(settings.path)
+        matches = _remote_matches(settings.path, key) if is_url(settings.path) else _local_matches(settings.path, key)
         if not matches:
             raise ConfigError(f"{key}: no file matches {settings.path}")
         for path, state in matches:
@@ -152,9 +152,14 @@ def list_sources(inputs: tuple[InputConfig, ...]) -> list[Source]:
     return sources
 
 
-def _local_matches(pattern: str) -> list[tuple[str, dict]]:
+def _local_matches(pattern: str, key: str) -> list[tuple[str, dict]]:
     """(path, state) of the files that match, sorted."""
     paths = sorted(path for path in glob(pattern, recursive=True) if os.path.isfile(path))
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{key}: the name of {os.fsencode(path)!r} is not UTF-8: rename the file") from None
     return [(path, _state_of(path)) for path in paths]
 
 

@@ -32,7 +32,7 @@ from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.files import bytes_between, is_url, replaced_file, write_whole
 from data_prep.plan import Plan, read_report
-from data_prep.sampling import merged_sample, sampled_documents
+from data_prep.sampling import is_whole_sample, merged_sample, sample_content, sampled_documents
 from data_prep.shards import write_shard
 from data_prep.vocabulary import Vocabulary, train_vocabulary
 
@@ -119,10 +119,9 @@ class SampleUnit(PlannedWork):
     def process(self, unit: int) -> Iterator[int]:
         plan = plan_at(self.plan_path)
         path = plan.sample(unit)
-        if not path.exists():
+        if not is_whole_sample(path):
             sample = sampled_documents(documents_of(plan, unit, path), plan.data, plan.seed, plan.sampling_rate)
-            lines = "".join(json.dumps([key, text]) + "\n" for key, text in sample)
-            write_whole(path, lines)
+            write_whole(path, sample_content(sample))
         yield unit
 
 
@@ -202,8 +201,12 @@ class MergeShard(PlannedWork):
 
 
 def is_merged(plan: Plan, shard: int) -> bool:
-    """Whether the finished `shard` lies in the work folder; one that was moved into place already is made again."""
-    return plan.shard_report(shard).exists() and plan.shard(shard).exists()
+    """Whether the finished `shard` lies whole in the work folder; one that was moved into place is made again."""
+    report = read_report(plan.shard_report(shard))
+    try:
+        return report is not None and plan.shard(shard).stat().st_size == report["bytes"]
+    except FileNotFoundError:
+        return False
 
 
 def merge_shard(plan: Plan, shard: int, batches: list[pa.RecordBatch]) -> None:

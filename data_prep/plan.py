@@ -60,8 +60,9 @@ def named_by(piece: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of all that text goes through here."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
+    """Of all that text goes through here; a container's Python may be another patch release than the driver's."""
+    python = platform.python_version().rpartition(".")[0]
+    return {"python": python, **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from threading import Thread
+from typing import BinaryIO, NoReturn
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from data_prep.files import entry_names, is_url, moved, one_line, remove_folder,
 from data_prep.locks import Lock, locked
 from data_prep.plan import FAILURES, HEARTBEATS, SAMPLES, SOURCES, SPILLS, UNITS, UNSHAPING, Plan
 from data_prep.progress import Progress, counts_of
-from data_prep.shards import FORMAT, MANIFEST, VOCABULARY, Dataset, check_shard_tokens, read_manifest
+from data_prep.shards import FORMAT, MANIFEST, SPLITS, VOCABULARY, Dataset, check_shard_tokens, read_manifest
 from data_prep.vocabulary import Vocabulary
 
 DEFAULT_RUNNER = "FnApiRunner"
@@ -39,8 +40,11 @@ WAIT_SECONDS = 0.1
 SECONDS_TO_END = 10
 TAIL_LINES, TAIL_CHARACTERS, REASON_CHARACTERS = 10, 200, 300
 READERS = 16
+LOG_BYTES = 2**16
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b")
 """The line of a traceback that says what was raised."""
+OURS = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}-of-\d{{5,}}\.arrow|\..+\.[0-9a-f]{{12}}\.tmp")
+"""Shards of a former data set, and what a killed job had half-written; other files of the folder stay."""
 BAD_RECORDS = ("unclosed_article", "invalid_utf8", "invalid_unicode", "broken_json", "missing_field", "syntax_error")
 
 
@@ -175,13 +179,21 @@ def _start_work(plan: Plan) -> None:
 def _run_steps(plan: Plan, beam_args: list[str], lock: Lock, console: Console) -> None:
     if plan.data.vocab.model:
         write_whole(plan.vocabulary, Vocabulary.load(plan.data.vocab.model).model)
-    if not plan.vocabulary.exists():
+    elif not _has_vocabulary(plan):
         _keep_pieces(plan, (SAMPLES,), plan.sample_keys)
         _run_step("sample", "sampling text", plan, beam_args, lock, console)
         _run_step("vocabulary", "training vocabulary", plan, [], lock, console)
     _keep_pieces(plan, (UNITS, SPILLS), plan.unit_keys)
     _keep_pieces(plan, (SOURCES,), plan.source_keys)
     _run_step("examples", "making examples", plan, beam_args, lock, console)
+
+
+def _has_vocabulary(plan: Plan) -> bool:
+    """Whether the vocabulary was trained and lies whole in the work folder."""
+    try:
+        return Vocabulary(plan.vocabulary.read_bytes()).size == plan.data.vocab.size
+    except (FileNotFoundError, ConfigError):
+        return False
 
 
 def _keep_pieces(plan: Plan, folders: tuple[str, ...], keys: list[str]) -> None:
@@ -201,12 +213,14 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
     for name in (HEARTBEATS, FAILURES):
         remove_folder(plan.work / name)
     stuck = False
-    with open(log, "wb") as log_file, Progress(plan, step, title, console) as progress:
+    with open(log, "wb", buffering=0) as log_file, Progress(plan, step, title, console) as progress:
         process = subprocess.Popen(
-            command, stdout=log_file, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=lock.descriptors, process_group=0
         )
-        lock.name_holder(process.pid)
+        log_writer = Thread(target=_write_log, args=(process.stdout, log_file), daemon=True)
+        log_writer.start()
         try:
+            lock.name_holder(process.pid)
             looked = 0.0
             while process.poll() is None:
                 if time.monotonic() - looked >= progress.seconds_between_looks:
@@ -223,6 +237,7 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
                 _check_units(plan, progress)
         finally:
             _end(process)
+            log_writer.join(SECONDS_TO_END)
             lock.name_holder(os.getpid())
     if stuck:
         console.print(f"the end of {log}:\n{_tail(log)}", markup=False, highlight=False, soft_wrap=True)
@@ -232,6 +247,18 @@ def _run_step(step: str, title: str, plan: Plan, beam_args: list[str], lock: Loc
         )
     if process.returncode:
         _raise_failure(plan, step, log, process.returncode)
+
+
+def _write_log(messages: BinaryIO, log: BinaryIO) -> None:
+    """Write to `log` what a step and its workers say, as far as there is room.
+
+    They themselves must not: a worker of Beam's own runner that cannot print its failure never reports it.
+    """
+    with messages:
+        while block := os.read(messages.fileno(), LOG_BYTES):
+            # It is closed when the step has ended, which programs that an engine started may outlive.
+            with suppress(OSError, ValueError):
+                log.write(block)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -259,13 +286,13 @@ def _tail(log: Path) -> str:
 
 
 def _raise_failure(plan: Plan, step: str, log: Path, code: int) -> NoReturn:
-    lines = log.read_text(errors="replace").splitlines()
     failure = next(plan.failures(), None)
     if failure is not None:
         if is_url(failure.split(" ")[0]):
             # What a network withheld may come at the next try.
             raise StepFailedError(f"{failure}; the same command goes on from here")
         raise ConfigError(failure)
+    lines = log.read_text(errors="replace").splitlines()
     if lines and lines[-1].startswith("error: "):
         raise ConfigError(lines[-1].removeprefix("error: "))
     raised = [line for line in lines if RAISED.match(line)]
@@ -364,7 +391,7 @@ def _move_into_place(plan: Plan, manifest: dict) -> None:
     (output / MANIFEST).unlink(missing_ok=True)
     sync_folder(output)
     for name in entry_names(output):
-        if name.endswith((".arrow", ".tmp")):
+        if OURS.fullmatch(name):
             (output / name).unlink()
     vocabulary = Vocabulary.load(plan.vocabulary)
     write_whole(output / "spiece.vocab", vocabulary.listing())

@@ -17,6 +17,8 @@ from data_prep.randomness import digest64
 from data_prep.text import filter_reason, sentences_of
 
 LINES_BYTES = 2**16
+SIZE_BYTES = 24
+"""More than the number of a file's bytes takes."""
 SENTENCE_BYTES = 250
 """A generous guess at a sentence's share of the input."""
 
@@ -55,8 +57,24 @@ def _smallest(documents: dict[int, str], characters: int) -> Iterator[tuple[int,
         yield key, documents[key]
 
 
+def sample_content(sample: list[tuple[int, str]]) -> str:
+    """A unit's `sample` as its file holds it: how many bytes follow, then [hash, text] as JSON, a line each."""
+    lines = "".join(json.dumps([key, text]) + "\n" for key, text in sample)
+    return f"{len(lines)}\n{lines}"
+
+
+def is_whole_sample(path: Path) -> bool:
+    """Whether a unit's sample is there, as long as it was written."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(SIZE_BYTES)
+        return first.endswith(b"\n") and len(first) + int(first) == path.stat().st_size
+    except (FileNotFoundError, ValueError):
+        return False
+
+
 def merged_sample(paths: Iterable[Path], data: DataConfig) -> Iterator[str]:
-    """The sentences of the whole sample, from the units' files (lines of JSON: [hash, text])."""
+    """The sentences of the whole sample, from the units' files."""
     taken, last = 0, None
     for key, text in heapq.merge(*map(_lines, paths)):
         if key == last:
@@ -76,6 +94,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         # The files of fsspec have no limit to readlines.
         with place.open("rb") as raw, io.BufferedReader(raw) as file:
             file.seek(offset)
+            offset = offset or len(file.readline())
             lines = file.readlines(LINES_BYTES)
         if not lines:
             return

@@ -101,10 +101,16 @@ class Split:
     """The examples of one split, numbered 0..rows-1 over its shards in order; nothing is read until it is asked for."""
 
     def __init__(self, paths: list[Path]):
+        """Raises `ConfigError` naming a file that is no shard."""
         self._batches: list[pa.RecordBatch] = []
         for path in paths:
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            self._batches += [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            try:
+                reader = pa.ipc.open_file(pa.memory_map(str(path)))
+                self._batches += [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            except (OSError, pa.ArrowException) as error:
+                raise ConfigError(
+                    f"{path} cannot be read ({one_line(error)}): prepare the data again (python -m data_prep)"
+                ) from None
         self._first_rows = np.cumsum([0] + [batch.num_rows for batch in self._batches])
         self.rows = int(self._first_rows[-1])
         self.static_masks = bool(self._batches) and "masked_positions" in self._batches[0].schema.names
@@ -327,6 +333,8 @@ def _is_manifest(content: object) -> bool:
         files = [(entry["file"], entry["bytes"], entry["sha256"]) for entry in _files(content)]
         counts = [(shard["split"], shard["rows"] + shard["tokens"]) for shard in content["shards"]]
         sections = [dict(content[name]) for name in ("config", "vocabulary", "documents", "corpus")]
+        documents = content["documents"]
+        sections += [[documents["read"] + documents["used"]], [dict(documents["dropped"]), documents["bad_samples"]]]
         numbers = content["format"] + content["examples"] + content["tokens"] + content["vocabulary"]["size"]
         return all((files, counts, sections, numbers, content["fingerprint"], content["inputs"]))
     except (TypeError, KeyError, ValueError):

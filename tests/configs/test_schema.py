@@ -250,6 +250,8 @@ def test_addresses_and_package_names_are_no_paths(config_file):
         (["data.validation_fraction=0"], "data.validation_fraction: "),
         (["data.masking.probability=.nan"], "data.masking.probability: "),
         (["seed=-1"], "seed: "),
+        (["data.output=''"], "data.output is empty: name a folder"),
+        (["training.output=''"], "training.output is empty: name a folder"),
         (["data.sentence_objective=both"], "data.sentence_objective: "),
     ],
 )

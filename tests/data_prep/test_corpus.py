@@ -419,6 +419,12 @@ def test_a_huge_gap_takes_linear_time_and_parts_documents(tmp_path, blank, end):
     assert taken[1] < 0.5 + 10 * taken[0]
 
 
+def test_a_file_whose_name_is_no_utf8_is_refused_by_name(tmp_path):
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("A text.\n")
+    with pytest.raises(ConfigError, match=r"data.inputs.0.path: the name of b'.*/caf\\xe9.txt' is not UTF-8: rename"):
+        list_sources((InputConfig(kind="text", path=str(tmp_path / "*.txt")),))
+
+
 def test_equal_paths_below_different_folders_are_told_apart(tmp_path):
     for name in ("a/x.txt", "a/1/x.txt", "b/x.txt", "c/x.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

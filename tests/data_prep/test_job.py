@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from configs.schema import ConfigError, load_config
-from data_prep.corpus import Document
+from data_prep.corpus import Document, read_documents
 from data_prep.examples import ExampleMaker, finish_shard
 from data_prep.files import write_whole
 from data_prep.job import spill_unit
@@ -24,6 +24,7 @@ from data_prep.locks import locked
 from data_prep.plan import Plan
 from data_prep.prepare import finished_dataset, prepare
 from data_prep.randomness import digest64
+from data_prep.sampling import sample_content, sampled_documents
 from data_prep.shards import Dataset
 from data_prep.vocabulary import CLS, MASK, SEP, Vocabulary
 
@@ -429,12 +430,18 @@ def test_more_tokens_than_a_shard_holds_are_refused_by_its_name(tmp_path, corpus
         prepare(config, [], Console(file=io.StringIO()))
 
 
-def test_a_bad_file_is_refused_by_name(tmp_path, corpus, write_config, data_prep):
+def test_a_bad_file_is_refused_by_name_though_the_log_of_its_worker_has_no_room(
+    tmp_path, jobs, write_config, data_prep
+):
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
-    inputs = [*corpus, {"kind": "jsonl", "path": str(tmp_path / "bad.jsonl.gz")}]
-    assert "bad.jsonl.gz cannot be read" in refused(
-        data_prep("--config", write_config(tmp_path, "refused", inputs=inputs))
-    )
+    inputs = [{"kind": "jsonl", "path": str(tmp_path / "bad.jsonl.gz")}]
+    vocabulary = {"model": str(jobs["first"].result() / "spiece.model")}
+    config = write_config(tmp_path, "refused", inputs=inputs, vocab=vocabulary)
+    work = Plan.make(load_config(config)).work
+    work.mkdir(parents=True)
+    (work / "examples.log").symlink_to("/dev/full")
+    options = ("--direct_running_mode=multi_processing", "--direct_num_workers=2")
+    assert "bad.jsonl.gz cannot be read" in refused(data_prep("--config", config, *options))
     assert not any((tmp_path / "refused").glob("[!.]*"))
 
 
@@ -501,12 +508,39 @@ def test_pieces_that_were_damaged_are_made_again_and_leftovers_removed(tmp_path,
     assert not list((tmp_path / "damaged").glob(".work*"))
 
 
-def test_an_altered_shard_is_made_again_by_the_same_command(tmp_path, write_config, data_prep, pseudo_documents):
+def test_what_was_damaged_in_an_interrupted_job_is_made_again(tmp_path, folder, write_config, data_prep, jobs):
+    vocab = {"size": VOCABULARY_SIZE, "sample_sentences": 2000}
+    inputs = [{"kind": "text", "path": str(folder / "seven" / "*.txt")}]
+    config = write_config(tmp_path, "interrupted", inputs=inputs, vocab=vocab)
+    plan = Plan.make(load_config(config))
+    plan.save()
+    for unit in range(len(plan.units)):
+        documents = sampled_documents(read_documents(plan.units[unit]), plan.data, plan.seed, plan.sampling_rate)
+        write_whole(plan.sample(unit), sample_content(documents)[: None if unit % 2 else -9])
+    model = (jobs["first"].result() / "spiece.model").read_bytes()
+    write_whole(plan.vocabulary, model[:2000])
+    for number in range(len(plan.shard_splits)):
+        write_whole(plan.shard(number), "short")
+        write_whole(plan.shard_report(number), '{"bytes": 500}' if number else '{"by')
+    _, errors = data_prep("--config", config).communicate(timeout=60)
+    assert "vocabulary 400" in errors
+    assert contents(tmp_path / "interrupted") == contents(jobs["workers"].result())
+
+
+def test_an_altered_shard_is_made_again_by_the_same_command_and_foreign_files_stay(
+    tmp_path, write_config, data_prep, pseudo_documents
+):
     (tmp_path / "corpus.txt").write_text("\n\n".join(pseudo_documents(150, 3)))
     config = write_config(
         tmp_path, "repaired", inputs=[{"kind": "text", "path": str(tmp_path / "corpus.txt")}], vocab={"size": 400}
     )
+    foreign = ("corpus.arrow", "train.arrow", "notes.tmp")
+    leftovers = ("train-00003-of-00004.arrow", ".manifest.json.0123456789ab.tmp")
+    for name in foreign + leftovers:
+        write_whole(tmp_path / "repaired" / name, name)
     assert data_prep("--config", config).wait() == 0
+    assert all((tmp_path / "repaired" / name).read_text() == name for name in foreign)
+    assert not any((tmp_path / "repaired" / name).exists() for name in leftovers)
     shard = next((tmp_path / "repaired").glob("train-*.arrow"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])

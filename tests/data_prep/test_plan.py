@@ -1,5 +1,6 @@
 """Which pieces of work serve another plan too."""
 
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -88,3 +89,14 @@ def test_what_other_versions_made_serves_no_plan_but_a_finished_data_set_stays(p
     assert first.fingerprint == second.fingerprint and first.work != second.work
     for name in ("sample_keys", "unit_keys", "source_keys"):
         assert not set(getattr(first, name)) & set(getattr(second, name))
+
+
+def test_workers_may_have_another_patch_release_of_python_and_no_other_minor_version(planned, monkeypatch):
+    first = planned()
+    first.save()
+    major, minor, _ = platform.python_version_tuple()
+    monkeypatch.setattr("platform.python_version", lambda: f"{major}.{minor}.99")
+    assert Plan.load(first.path) == first == planned()
+    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+    with pytest.raises(ConfigError, match=rf"a worker has python 3.9, the job was started with {major}.{minor}:"):
+        Plan.load(first.path)

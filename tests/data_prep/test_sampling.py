@@ -1,10 +1,9 @@
-import json
 import resource
 
 import pytest
 
 from data_prep.corpus import Document
-from data_prep.sampling import merged_sample, sampled_documents
+from data_prep.sampling import is_whole_sample, merged_sample, sample_content, sampled_documents
 from data_prep.text import sentences_of
 
 
@@ -19,8 +18,7 @@ def merged(tmp_path, groups: list[list[Document]], data, seed: int, rate: float 
     paths = []
     for number, group in enumerate(groups):
         paths.append(tmp_path / f"{number}.jsonl")
-        lines = [json.dumps([key, text]) + "\n" for key, text in sampled_documents(group, data, seed, rate)]
-        paths[-1].write_text("".join(lines))
+        paths[-1].write_text(sample_content(sampled_documents(group, data, seed, rate)))
     return list(merged_sample(paths, data))
 
 
@@ -53,6 +51,19 @@ def test_unusable_documents_are_not_drawn(tmp_path, documents, data_config):
     bad = [Document("broken", "a:0", "broken_json"), Document(" \n", "a:1"), Document("too short", "a:2")]
     sample = merged(tmp_path, [bad + documents[:20]], data_config(filters={"min_words": 3}), 1)
     assert sample and not {"broken", "too short"} & set(sample)
+
+
+def test_a_sample_that_was_cut_short_is_known_by_its_size(tmp_path, data_config):
+    path = tmp_path / "sample.jsonl"
+    assert not is_whole_sample(path)
+    for sample in ([], [(1, "Da dö.")], [(1, "Da do."), (2, "Be\nde.")]):
+        path.write_text(sample_content(sample))
+        content = path.read_bytes()
+        assert is_whole_sample(path)
+        assert list(merged_sample([path], data_config())) == [s for _, text in sample for s in sentences_of(text, "en")]
+        for size in range(len(content)):
+            path.write_bytes(content[:size])
+            assert not is_whole_sample(path)
 
 
 def test_a_sample_of_many_units_needs_few_open_files(tmp_path, documents, data_config):

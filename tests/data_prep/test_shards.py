@@ -127,7 +127,7 @@ def dataset(tmp_path):
         ],
         "fingerprint": "f",
         "config": {"max_length": 64},
-        "documents": {"read": 1, "used": 1, "dropped": {}},
+        "documents": {"read": 1, "used": 1, "dropped": {}, "bad_samples": []},
         "corpus": {"words": 1, "tokens": 1, "truncated_tokens": 0},
         "inputs": [{"path": "x", "bytes": 1, "sha256": "0"}],
         "examples": 100,
@@ -170,12 +170,20 @@ def test_an_altered_file_is_named(dataset, name):
         Dataset.open(dataset).verify()
 
 
+def test_what_is_no_shard_is_named_when_it_is_first_used(dataset):
+    for content in (b"x" * 100, (dataset / "train.arrow").read_bytes()[:-100] + bytes(100), b""):
+        (dataset / "train.arrow").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"train\.arrow cannot be read \(.*\): prepare the data again"):
+            Split([dataset / "train.arrow"])
+
+
 def test_a_folder_without_a_usable_manifest_is_no_dataset(dataset):
     manifest = json.loads((dataset / "manifest.json").read_text())
     (dataset / "manifest.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
     with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
         Dataset.open(dataset)
-    for content in [[], {}, "x", *({**manifest, key: 5} for key in ("shards", "vocabulary", "config"))]:
+    no_counts = {**manifest, "documents": {"dropped": {}, "bad_samples": []}}
+    for content in [[], {}, "x", *({**manifest, key: 5} for key in ("shards", "vocabulary", "config")), no_counts]:
         (dataset / "manifest.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=r"manifest\.json (is no manifest|lacks what a manifest holds)"):
             Dataset.open(dataset)
