@@ -111,7 +111,9 @@ class FiltersConfig(Section):
 
 class MaskingConfig(Section):
     mode: Literal["dynamic", "static"] = "dynamic"
-    copies: PositiveInt = Field(1, description="static masking: how many differently masked copies of each example")
+    copies: Annotated[int, Field(gt=0, lt=2**16)] = Field(
+        1, description="static masking: how many differently masked copies of each example"
+    )
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     max_predictions: PositiveInt | None = Field(None, description="default: round(probability * data.max_length)")
     ngram: Annotated[int, Field(ge=1, le=10)] = 3
