@@ -10,11 +10,12 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from tests.small_run import run, settings
-from training.divergence import DivergenceWatch
+from configs.schema import load_config
+from tests.small_run import ROOT, run, settings
+from training.divergence import DivergedError, DivergenceWatch
 from training.engine import loss_scale_of, set_loss_scale
 from training.evaluate import LossSums
-from training.loop import Progress, observed
+from training.loop import Progress, observed, train
 
 TOO_HIGH = {
     "training__learning_rate": "1.0",
@@ -88,6 +89,31 @@ def test_fp16_passes_over_what_is_not_finite_and_counts_it_while_other_precision
     assert event.kind == "not_finite" and "step 3 is not finite" in event.text and "0.001" in event.text
     assert observed(watch, sums, 1.0, progress, 1e-3, "bf16") is None
     assert progress.skipped_steps == 1
+
+
+def test_fp16_that_overflows_at_the_lowest_loss_scale_is_a_divergence(monkeypatch):
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
+    scaler = DynamicLossScaler(4.0, 2, 1.0, 1, False, dtype=torch.half)
+    sums = LossSums(50.0, 1.0, 10, 1.0, 1.0, 2)
+
+    def train_step(*_):
+        scaler.update_scale(True)
+        return sums, False
+
+    pending = SimpleNamespace(value=lambda: 10)
+    engine = SimpleNamespace(train_step=train_step, count_masked=lambda _: pending, gradient_norm=float("inf"))
+    batch = SimpleNamespace(tokens=20, padded_tokens=24)
+    batches = SimpleNamespace(prefetched=lambda first, last: (batch for _ in range(first, last)))
+    overrides = ["training.precision=fp16", "training.on_divergence=rollback"]
+    config = load_config(ROOT / "configs" / "demo.yaml", overrides)
+    progress = Progress(step=20, batch_offset=7)
+    watch = DivergenceWatch(6.0, 10, 1000)
+    stop = SimpleNamespace(requested=False)
+    with pytest.raises(DivergedError, match="step 23: gradients overflow even at the lowest loss scale") as raised:
+        train(config, engine, batches, batches, progress, stop, None, watch, 6.0)
+    assert raised.value.event.kind == "not_finite"
+    assert raised.value.batch == 22 + 7
+    assert progress.skipped_steps == 2
 
 
 def test_a_loss_scaler_goes_on_from_what_another_remembered(monkeypatch):
