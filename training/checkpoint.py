@@ -85,13 +85,18 @@ def drop_after(folder: Path, step: int) -> None:
         _remove(path)
 
 
+def named(path: Path) -> Checkpoint:
+    """The checkpoint whose folder is `path`, without a look at it."""
+    return Checkpoint(path, int(NAME.fullmatch(path.name)[1]))
+
+
 def opened(path: Path) -> Checkpoint:
     """The complete checkpoint at `path`, or the newest in the run `path`; raises `ConfigError`."""
     if NAME.fullmatch(path.name):
         reason = incompleteness(path)
         if reason is not None:
             raise ConfigError(f"{path} is no complete checkpoint: {reason}")
-        return Checkpoint(path, int(NAME.fullmatch(path.name)[1]))
+        return named(path)
     checkpoint, passed_over = newest_complete(path / "checkpoints")
     if checkpoint is None:
         found = f" ({'; '.join(passed_over)})" if passed_over else ""

@@ -121,7 +121,7 @@ def _engine(config: Config, vocabulary_size: int, folder: RunFolder, checkpoint:
         state = State(checkpoint.weights(), checkpoint.moments())
         resumed = Resumed(checkpoint.step, state, checkpoint.state.get("loss_scale", {}))
         return Engine(config, vocabulary_size, resumed=resumed)
-    return Engine(config, vocabulary_size, folder.initial.weights() if folder.initial is not None else None)
+    return Engine(config, vocabulary_size, folder.initial_weights())
 
 
 def _answered(

@@ -262,7 +262,6 @@ def test_weights_of_another_run_start_a_new_one(undisturbed, workspace):
     ("overrides", "message"),
     [
         ({"model__hidden_size": "64"}, "has shape"),
-        ({"model__share": "none"}, "is missing from the weights to start from"),
         ({"training__precision": "fp16"}, "fp16 needs a GPU"),
     ],
 )
