@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
+from pipeline.evaluation import evaluate_checkpoint
 from tests.small_run import ROOT, run, settings, write_corpus
 
 
@@ -40,6 +42,17 @@ def test_one_command_goes_from_text_to_a_checkpoint_and_sums_up(finished):
     assert f"{last['validation/unigram_cross_entropy']:.3f} nats" in summary
     assert f"{last['validation/sop_accuracy']:.3f} ± {last['validation/sop_accuracy_standard_error']:.3f}" in summary
     assert f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in summary
+
+
+def test_a_checkpoint_evaluated_alone_gets_the_figures_that_two_processes_reported(finished):
+    folder, _ = finished
+    figures = evaluate_checkpoint(folder / "run", None, None, Console(quiet=True))
+    reported = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    names = [name for name in reported if name.startswith("validation/")]
+    assert len(names) == 7
+    assert {name: figures[name.removeprefix("validation/")] for name in names} == pytest.approx(
+        {name: reported[name] for name in names}, rel=1e-5
+    )
 
 
 def test_a_second_run_skips_what_is_complete_and_says_so(finished):
