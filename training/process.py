@@ -166,7 +166,7 @@ def _answered(
                 else "no checkpoint is from before"
             )
             remedy = (
-                f"{len(progress.rollbacks)} rollbacks did not help; a lower training.learning_rate may"
+                f"rolling back did not help (times: {len(progress.rollbacks)}); a lower training.learning_rate may"
                 if progress.rollbacks
                 else f"{kept}; go on with training.on_divergence=rollback, or start anew with a lower "
                 "training.learning_rate or a longer warm-up"
