@@ -12,11 +12,21 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from yaml import YAMLError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -78,6 +88,15 @@ def language_code(code: str) -> str:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bools(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        # Python takes them for the numbers 1 and 0.
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError(f"takes no {str(value).lower()}")
+        return value
 
 
 class InputConfig(Section):

@@ -26,6 +26,10 @@ def print_summary(
     table.add_row("vocabulary", f"{manifest['vocabulary']['size']:,} pieces")
     for step, spent in seconds.items():
         table.add_row(f"time of {step}", "skipped" if spent is None else f"{spent:,.0f} s")
+    course = folder.checkpoint.state.get("course", {}) if folder.checkpoint is not None else {}
+    if rollbacks := course.get("rollbacks"):
+        where = ", ".join(f"{rollback['from_step']:,} to {rollback['to_step']:,}" for rollback in rollbacks)
+        table.add_row("rollbacks", f"from step {where}; the rate is {course['rate_factor']:g} times that of the config")
     evaluated = [line for line in read_metrics(folder.path) if "validation/mlm_loss" in line]
     if evaluated:
         first, last = evaluated[0], evaluated[-1]

@@ -85,13 +85,18 @@ def drop_after(folder: Path, step: int) -> None:
         _remove(path)
 
 
+def named(path: Path) -> Checkpoint:
+    """The checkpoint whose folder is `path`, without a look at it."""
+    return Checkpoint(path, int(NAME.fullmatch(path.name)[1]))
+
+
 def opened(path: Path) -> Checkpoint:
     """The complete checkpoint at `path`, or the newest in the run `path`; raises `ConfigError`."""
     if NAME.fullmatch(path.name):
         reason = incompleteness(path)
         if reason is not None:
             raise ConfigError(f"{path} is no complete checkpoint: {reason}")
-        return Checkpoint(path, int(NAME.fullmatch(path.name)[1]))
+        return named(path)
     checkpoint, passed_over = newest_complete(path / "checkpoints")
     if checkpoint is None:
         found = f" ({'; '.join(passed_over)})" if passed_over else ""
@@ -111,7 +116,7 @@ class CheckpointWriter:
     def write(self, step: int, weights: dict, moments: dict, state: dict, trusted: int | None = None) -> None:
         """Start writing; waits for the one before, and raises its error if it failed.
 
-        The newest checkpoint of step `trusted` at most is kept beside the newest ones.
+        The newest checkpoint of step `trusted` at most, and the one after it, are kept beside the newest ones.
         """
         self.wait()
         self._pending = self._pool.submit(self._write, step, weights, moments, state, trusted)
@@ -148,12 +153,13 @@ class CheckpointWriter:
         self._prune(step, trusted)
 
     def _prune(self, newest: int, trusted: int | None) -> None:
-        """Keep `newest` and the ones before it, `keep` in all, and the newest up to `trusted`; what is left of writes
-        that were cut off goes too."""
+        """Keep `newest` and the ones before it, `keep` in all, the newest up to `trusted`, and the one that will be
+        trusted next; what is left of writes that were cut off goes too."""
         found = sorted(_found(self._folder))
         kept = [path for step, path in found if step <= newest][-self._keep :]
         if trusted is not None:
             kept += [path for step, path in found if step <= trusted][-1:]
+            kept += [path for step, path in found if step > trusted][:1]
         for _, path in found:
             if path not in kept:
                 _remove(path)

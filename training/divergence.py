@@ -135,6 +135,12 @@ def not_finite(step: int, healthy_step: int, loss: float, gradient_norm: float, 
     return Event("not_finite", step, healthy_step, loss, math.nan, text)
 
 
+def overflowed(step: int, healthy_step: int, rate: float) -> Event:
+    """The event of fp16 gradients at `step` that overflow however far the loss is scaled down."""
+    text = f"step {step:,}: gradients overflow even at the lowest loss scale (learning rate {rate:.3g})"
+    return Event("not_finite", step, healthy_step, math.nan, math.nan, text)
+
+
 def _moved(mean: float, value: float, count: int, horizon: int) -> float:
     """The mean of `count` values after one more; from `horizon` values on the older ones fade."""
     return mean + (value - mean) / min(count + 1, horizon)

@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass, field
 from configs.schema import Config
 from training.batches import Batches, RankBatch
 from training.checkpoint import CheckpointWriter
-from training.divergence import DivergedError, DivergenceWatch, Event, not_finite
+from training.divergence import DivergedError, DivergenceWatch, Event, not_finite, overflowed
 from training.engine import Engine
 from training.evaluate import LossSums, validation_metrics
 from training.schedule import learning_rate_at, num_layers_at
 from training.tracking import EventsFile, MetricsFile
 
 REPORT_SECONDS = 10.0
+LOWEST_LOSS_SCALE = "loss scale already at minimum"
+"""What DeepSpeed's plain `Exception` says, on every rank, when gradients overflow and the scale cannot be lowered."""
 
 
 class StopRequest:
@@ -89,9 +91,7 @@ def train(
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
     peak = training.learning_rate * progress.rate_factor
     stopping = False
-    num_layers_before = num_layers_at(
-        max(0, progress.step - 1), training.depth_schedule, config.model.num_hidden_layers
-    )
+    depths = (training.depth_schedule, config.model.num_hidden_layers)
     offset = progress.batch_offset
     with closing(batches.prefetched(progress.step + offset, last_step + offset)) as prefetched:
         batch = next(prefetched, None)
@@ -103,19 +103,22 @@ def train(
             waited = time.monotonic() - begin
             pending = engine.count_masked(following) if following else None
             rate = learning_rate_at(progress.step, peak, training.warmup_steps, training.steps)
-            num_layers = num_layers_at(progress.step, training.depth_schedule, config.model.num_hidden_layers)
-            if num_layers != num_layers_before:
+            num_layers = num_layers_at(progress.step, *depths)
+            if num_layers != num_layers_at(max(0, progress.step - 1), *depths):
                 # A deeper model starts with a higher loss.
                 watch.forget_level()
-                num_layers_before = num_layers
-            sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested, num_layers)
+            try:
+                sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested, num_layers)
+            except Exception as error:
+                if LOWEST_LOSS_SCALE not in str(error):
+                    raise
+                event = overflowed(progress.step + 1, watch.healthy_step(progress.step), rate)
+                raise _diverged(event, progress.step + offset, recorder) from None
             progress.step += 1
             progress.tokens += batch.tokens
             event = observed(watch, sums, engine.gradient_norm, progress, rate, training.precision)
             if event is not None and (event.kind == "not_finite" or training.on_divergence.action != "warn"):
-                if recorder is not None:
-                    recorder.checkpoints.wait()
-                raise DivergedError(event, progress.step - 1 + offset)
+                raise _diverged(event, progress.step - 1 + offset, recorder)
             seconds = time.monotonic() - begin
             values = _training_metrics(sums, batch, rate, engine.gradient_norm, seconds, waited, config)
             if training.depth_schedule:
@@ -143,6 +146,13 @@ def train(
     if recorder is not None:
         recorder.checkpoints.wait()
     return stopping
+
+
+def _diverged(event: Event, batch: int, recorder: Recorder | None) -> DivergedError:
+    """The error of `event`, once no checkpoint is being written any more."""
+    if recorder is not None:
+        recorder.checkpoints.wait()
+    return DivergedError(event, batch)
 
 
 def _save(engine: Engine, recorder: Recorder | None, progress: Progress, watch: DivergenceWatch) -> None:

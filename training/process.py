@@ -9,7 +9,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from configs.schema import PUBLISHED_BATCH_SIZE, PUBLISHED_LEARNING_RATE, Config, ConfigError, flat, resolved
+from configs.schema import (
+    PUBLISHED_BATCH_SIZE,
+    PUBLISHED_LEARNING_RATE,
+    Config,
+    ConfigError,
+    TrainingConfig,
+    flat,
+    resolved,
+)
 from data_prep.files import located, write_whole
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
@@ -102,7 +110,8 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
             sys.exit(1)
         finally:
             if rank == 0:
-                _finish_recording(folder, tracker, status)
+                tags = {"divergence": diverged.event.text} if diverged is not None else {}
+                _finish_recording(folder, tracker, status, tags)
         if diverged is None:
             break
         examples, _ = global_batch(config.seed, diverged.batch, config.training.global_batch_size, train_split.rows)
@@ -121,7 +130,7 @@ def _engine(config: Config, vocabulary_size: int, folder: RunFolder, checkpoint:
         state = State(checkpoint.weights(), checkpoint.moments())
         resumed = Resumed(checkpoint.step, state, checkpoint.state.get("loss_scale", {}))
         return Engine(config, vocabulary_size, resumed=resumed)
-    return Engine(config, vocabulary_size, folder.initial.weights() if folder.initial is not None else None)
+    return Engine(config, vocabulary_size, folder.initial_weights())
 
 
 def _answered(
@@ -151,11 +160,16 @@ def _answered(
         if rolls_back:
             print(f"training: {text}; back to step {back_to:,} at {settings.factor} times the rate", flush=True)
         else:
+            kept = (
+                f"the checkpoint of step {back_to:,} is kept"
+                if checkpoint is not None
+                else "no checkpoint is from before"
+            )
             remedy = (
-                f"{len(progress.rollbacks)} rollbacks did not help; a lower training.learning_rate may"
+                f"rolling back did not help (times: {len(progress.rollbacks)}); a lower training.learning_rate may"
                 if progress.rollbacks
-                else "the last good checkpoint is kept; go on from it with training.on_divergence=rollback, or start "
-                "anew with a lower training.learning_rate or a longer warm-up"
+                else f"{kept}; go on with training.on_divergence=rollback, or start anew with a lower "
+                "training.learning_rate or a longer warm-up"
             )
             print(f"error: {text}: {remedy}", file=sys.stderr, flush=True)
     dist.broadcast_object_list(found)
@@ -242,14 +256,14 @@ def _start_recording(
     return Recorder(metrics, EventsFile(folder.path), checkpoints, state), tracker
 
 
-def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str) -> None:
+def _finish_recording(folder: RunFolder, tracker: BackgroundRun, status: str, tags: dict[str, str]) -> None:
     plot = None
     try:
         plot = plot_losses(folder.path)
     except OSError as error:
         print(f"warning: plots could not be written: {error}", file=sys.stderr, flush=True)
     artifacts = [folder.path / CONFIG, folder.path / DEEPSPEED_CONFIG, *([plot] if plot else [])]
-    if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS[status]):
+    if not tracker.close(status, artifacts, MLFLOW_CLOSE_SECONDS[status], tags):
         print(
             f"warning: MLflow does not have all of this run yet; {folder.path / METRICS} has, and the rest is sent "
             "when the run goes on",
@@ -265,17 +279,21 @@ def _print_start(config: Config, dataset: Dataset, folder: RunFolder, engine: En
         print(f"training: going on from {folder.checkpoint.path}", flush=True)
     elif folder.initial is not None:
         print(f"training: starting with the weights of {folder.initial.path}", flush=True)
-    training = config.training
-    if training.learning_rate == PUBLISHED_LEARNING_RATE and 4 * training.global_batch_size <= PUBLISHED_BATCH_SIZE:
-        print(
-            f"warning: training.learning_rate {PUBLISHED_LEARNING_RATE} is meant for batches of "
-            f"{PUBLISHED_BATCH_SIZE:,}, not {training.global_batch_size:,}: "
-            f"training.scale_from_batch={PUBLISHED_BATCH_SIZE} converts rate and steps",
-            flush=True,
-        )
+    if warning := rate_warning(config.training):
+        print(f"warning: {warning}", flush=True)
     print(
         f"training: {config.name}, {engine.parameter_count():,} parameters, {world_size} processes on "
         f"{engine.device.type}, ZeRO stage {config.training.zero_stage}, {config.training.precision}; "
         f"{config.training.steps:,} steps of {config.training.global_batch_size:,} examples from {dataset.origin}",
         flush=True,
+    )
+
+
+def rate_warning(training: TrainingConfig) -> str | None:
+    """What is wrong with the published rate where batches are a quarter of the published size, or smaller."""
+    if training.learning_rate != PUBLISHED_LEARNING_RATE or 4 * training.global_batch_size > PUBLISHED_BATCH_SIZE:
+        return None
+    return (
+        f"training.learning_rate {PUBLISHED_LEARNING_RATE} is meant for batches of {PUBLISHED_BATCH_SIZE:,}, not "
+        f"{training.global_batch_size:,}: training.scale_from_batch={PUBLISHED_BATCH_SIZE} converts rate and steps"
     )

@@ -9,7 +9,7 @@ from configs.schema import Config, ConfigError, flat, resolved, validate_config
 from data_prep.files import write_whole
 from data_prep.plan import data_settings
 from data_prep.shards import Dataset
-from training.checkpoint import Checkpoint, newest_complete, opened
+from training.checkpoint import Checkpoint, named, newest_complete, opened
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -60,7 +60,8 @@ def check_data(config: Config, dataset: Dataset) -> None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`runs/<name>` as found: its newest complete checkpoint, and lines about newer ones that were passed over."""
+    """`runs/<name>` as found: its newest complete checkpoint, lines about newer ones that were passed over, and the
+    checkpoint of another run whose weights it started, or starts, with."""
 
     path: Path
     checkpoint: Checkpoint | None
@@ -88,9 +89,18 @@ class RunFolder:
                     f"{initial.path} was trained with another vocabulary than that of {dataset.folder}: "
                     "prepare the data with data.vocab.model set to the spiece.model it was trained with"
                 )
+        elif checkpoint is not None and checkpoint.state.get("init_from"):
+            initial = named(Path(checkpoint.state["init_from"]))
         last_step = min(training.steps, training.stop_after or training.steps)
         finished = checkpoint is not None and checkpoint.step >= last_step
         return cls(path, checkpoint, passed_over, initial, finished)
+
+    def initial_weights(self) -> dict | None:
+        """The weights the run starts with, by name, if it was given any; raises `ConfigError` where they are gone."""
+        if self.initial is None:
+            return None
+        # A run that goes on did not look at them when it was opened.
+        return (self.initial if self.checkpoint is None else opened(self.initial.path)).weights()
 
     def write_config(self, config: Config) -> None:
         write_whole(self.path / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved(config))))

@@ -8,6 +8,7 @@ history only grows: after a resume it is sent the steps beyond the last it has.
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import threading
@@ -69,6 +70,11 @@ class EventsFile:
         self.path = folder / EVENTS
 
     def append(self, event: dict) -> None:
+        """One line: the `time` now and `event`, with null for what is not finite, which JSON has no numbers for."""
+        event = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in event.items()
+        }
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
@@ -246,8 +252,8 @@ class BackgroundRun:
         self._answered.wait(timeout)
         return self._run.id if self._run is not None else None
 
-    def close(self, status: str, artifacts: list[Path], timeout: float) -> bool:
-        """Send what is left, `artifacts` too, and set the run's `status` (FINISHED, KILLED or FAILED).
+    def close(self, status: str, artifacts: list[Path], timeout: float, tags: dict[str, str] | None = None) -> bool:
+        """Send what is left, `artifacts` and `tags` too, and set the run's `status` (FINISHED, KILLED or FAILED).
 
         Returns whether MLflow has it all; what it has not after `timeout` seconds is sent when the run goes on.
         """
@@ -259,6 +265,8 @@ class BackgroundRun:
             for path in artifacts:
                 if path.exists():
                     self._run.client.log_artifact(self._run.id, str(path))
+            for key, value in (tags or {}).items():
+                self._run.client.set_tag(self._run.id, key, value)
             self._run.client.set_terminated(self._run.id, status)
         except Exception as error:
             logger.warning("MLflow did not take the end of the run: %s", error)

@@ -73,6 +73,26 @@ def test_several_faults_are_told_together(config_file):
     assert all(part in message for part in ("max_lenght", "seed: ", "training.steps: "))
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "seed",
+        "training.steps",
+        "training.zero_stage",
+        "training.learning_rate",
+        "training.processes_per_node",
+        "training.stop_after",
+        "training.checkpoint.every",
+        "training.on_divergence",
+        "data.filters.min_words",
+        "model.hidden_size",
+    ],
+)
+def test_true_and_false_are_no_numbers(config_file, key):
+    assert f"{key}: takes no true" in refusal(f"{key}=true", path=config_file)
+    assert f"{key}: takes no false" in refusal(f"{key}=false", path=config_file)
+
+
 def test_missing_sections_are_named(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     message = refusal(path=tmp_path / "empty.yaml")

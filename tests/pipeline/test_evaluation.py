@@ -1,9 +1,22 @@
 import json
 import math
+import shutil
+import socket
 
 import pytest
+from rich.console import Console
 
+from pipeline.evaluation import evaluate_checkpoint
 from tests.small_run import run, settings
+
+
+def launched(world_size: int, *arguments: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "deepspeed.launcher.runner", f"--num_gpus={world_size}", f"--master_port={port}"]
+    result = run(*launcher, "--module", "training.pretrain", *arguments, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +40,27 @@ def test_a_checkpoint_gets_the_figures_that_training_reported(trained):
         if name.startswith("validation/"):
             assert found[name.removeprefix("validation/")] == pytest.approx(value, rel=1e-5), name
     assert found["mlm_perplexity"] == pytest.approx(math.exp(found["mlm_loss"]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("world_size", "zero_stage"), [(2, "3"), (3, "2")])
+def test_a_checkpoint_gets_the_figures_that_any_world_size_reports_of_it(
+    trained, small_data, tmp_path, world_size, zero_stage
+):
+    others = {"training__output": f"{tmp_path}/run", "training__stop_after": "22", "training__zero_stage": zero_stage}
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    name = "checkpoints/step-00000020"
+    shutil.copytree(trained / name, tmp_path / "run" / name)
+    others["training__micro_batch_tokens"] = "192"
+    launched(world_size, *settings(small_data, **others))
+    reported = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert reported["step"] == 22
+    figures = evaluate_checkpoint(tmp_path / "run", None, None, Console(quiet=True))
+    names = [name for name in reported if name.startswith("validation/")]
+    assert len(names) == 7
+    assert {name: figures[name.removeprefix("validation/")] for name in names} == pytest.approx(
+        {name: reported[name] for name in names}, rel=1e-5
+    )
 
 
 def test_another_checkpoint_can_be_named_and_is_shown_as_a_table(trained):

@@ -9,7 +9,10 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
+from pipeline.evaluation import evaluate_checkpoint
+from pipeline.run import count_gpus
 from tests.small_run import ROOT, run, settings, write_corpus
 
 
@@ -40,6 +43,17 @@ def test_one_command_goes_from_text_to_a_checkpoint_and_sums_up(finished):
     assert f"{last['validation/unigram_cross_entropy']:.3f} nats" in summary
     assert f"{last['validation/sop_accuracy']:.3f} ± {last['validation/sop_accuracy_standard_error']:.3f}" in summary
     assert f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in summary
+
+
+def test_a_checkpoint_evaluated_alone_gets_the_figures_that_two_processes_reported(finished):
+    folder, _ = finished
+    figures = evaluate_checkpoint(folder / "run", None, None, Console(quiet=True))
+    reported = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    names = [name for name in reported if name.startswith("validation/")]
+    assert len(names) == 7
+    assert {name: figures[name.removeprefix("validation/")] for name in names} == pytest.approx(
+        {name: reported[name] for name in names}, rel=1e-5
+    )
 
 
 def test_a_second_run_skips_what_is_complete_and_says_so(finished):
@@ -97,8 +111,15 @@ def test_mlflow_serves_the_data_run_and_the_training_run_with_their_curve(finish
         server.wait()
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(finished, tmp_path):
+@pytest.mark.parametrize(("visible", "gpus"), [("-1", 0), ("", 0), ("0,3", 2), ("0,-1", 1)])
+def test_gpus_are_those_that_the_environment_shows(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == gpus
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_also_where_gpus_are_hidden(finished, tmp_path, monkeypatch):
     folder, _ = finished
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     other = {"training__output": f"{tmp_path}/run", "training__steps": "400", "training__checkpoint__every": "100"}
     process = subprocess.Popen(
         [sys.executable, *pipeline(folder, **other)],
@@ -127,6 +148,27 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"going on from {tmp_path}/run/checkpoints/step-{step:08d}" in result.stdout
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, step + 3))
+
+
+@pytest.mark.matrix
+def test_an_mlflow_that_never_answers_holds_nothing_up_for_long(finished, tmp_path):
+    folder, _ = finished
+    data_run = folder / "data" / "mlflow_run_id"
+    known = data_run.read_text()
+    data_run.unlink()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        others = {"training__output": f"{tmp_path}/run", "training__stop_after": "4", "tracking__uri": uri}
+        begin = time.monotonic()
+        result = run(*pipeline(folder, **others), timeout=400)
+    data_run.write_text(known)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert time.monotonic() - begin < 240
+    assert "MLflow did not take the data run" in result.stdout
+    assert "MLflow does not have all of this run yet" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize(

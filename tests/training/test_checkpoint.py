@@ -67,11 +67,19 @@ def test_old_checkpoints_go_only_once_the_new_one_is_complete(tmp_path, monkeypa
 def test_the_newest_trusted_checkpoint_is_kept_beside_the_newest_and_found(tmp_path):
     for step in (1, 2, 3, 4, 5):
         write(tmp_path, step, keep=1, trusted=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
-    assert newest_complete(tmp_path, last_step=4)[0].step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000005"]
+    assert newest_complete(tmp_path, last_step=2)[0].step == 2
     assert newest_complete(tmp_path, last_step=1) == (None, [])
     drop_after(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_there_is_always_a_trusted_checkpoint_however_often_they_are_written(tmp_path):
+    for step in range(1, 30):
+        write(tmp_path, step, keep=1, trusted=step - 5)
+        found, _ = newest_complete(tmp_path, last_step=max(1, step - 5))
+        assert step - 10 <= found.step
+        assert len(list(tmp_path.iterdir())) <= 3
 
 
 def test_a_run_that_went_back_drops_the_damaged_checkpoints_ahead_of_it(tmp_path):

@@ -65,6 +65,11 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
+def rank_of(pids: list[int], rank: int) -> int:
+    """The one of `pids` that has `rank`."""
+    return next(pid for pid in pids if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+
+
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
@@ -174,15 +179,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened_with_other_processes_an
         torch.testing.assert_close(weights[name], expected_weight, rtol=1e-3, atol=1e-5)
 
 
-def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_from_there(undisturbed, workspace):
+def test_sigterm_to_one_process_saves_and_ends_all_and_the_run_goes_on_from_there(undisturbed, workspace):
     folder = workspace("stopped")
     process = subprocess.Popen(
         launched(*settings(folder)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     wait_for_step(folder, 13, process)
     begin = time.monotonic()
-    os.killpg(process.pid, signal.SIGTERM)
+    os.kill(rank_of(ranks_of(folder), 1), signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
     wait_until_gone(ranks_of(folder))
     assert time.monotonic() - begin < 30
     assert "Traceback" not in output.decode()
@@ -244,17 +250,14 @@ def test_the_launcher_prints_a_refusal_once(workspace):
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_weights_of_another_run_start_a_new_one(undisturbed, workspace):
+def test_weights_of_another_run_start_a_new_one_and_the_published_rate_is_warned_of(undisturbed, workspace):
     folder = workspace("initialised")
-    result = run(
-        "-m",
-        "training.pretrain",
-        *settings(
-            folder, training__init_from=f"{undisturbed}/run", model__num_hidden_layers="3", training__stop_after="2"
-        ),
-    )
+    others = {"training__init_from": f"{undisturbed}/run", "model__num_hidden_layers": "3"}
+    others |= {"training__stop_after": "2", "training__learning_rate": "0.00176"}
+    result = run("-m", "training.pretrain", *settings(folder, **others))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "starting with the weights of" in result.stdout
+    assert "warning: training.learning_rate 0.00176 is meant for batches of 4,096, not 24" in result.stdout
     assert metrics(folder)[0]["train/loss"] < metrics(undisturbed)[0]["train/loss"] - 0.1
 
 
@@ -262,11 +265,14 @@ def test_weights_of_another_run_start_a_new_one(undisturbed, workspace):
     ("overrides", "message"),
     [
         ({"model__hidden_size": "64"}, "has shape"),
-        ({"model__share": "none"}, "is missing from the weights to start from"),
+        (
+            {"training__deepspeed": "{zero_optimization: {reduce_bucket_size: many}}"},
+            "DeepSpeed does not take reduce_bucket_size",
+        ),
         ({"training__precision": "fp16"}, "fp16 needs a GPU"),
     ],
 )
-def test_weights_and_precision_that_do_not_fit_are_refused_in_one_line(undisturbed, tmp_path, overrides, message):
+def test_what_only_the_model_or_deepspeed_finds_unfit_is_refused_in_one_line(undisturbed, tmp_path, overrides, message):
     others = {"training__output": f"{tmp_path}/run", "training__init_from": f"{undisturbed}/run"}
     result = run("-m", "training.pretrain", *settings(undisturbed, **others, **overrides))
     assert result.returncode == 2
