@@ -35,7 +35,7 @@ from training.schedule import learning_rate_at, num_layers_at
 ROOT = Path(__file__).parents[1]
 LENGTH = 512
 LAYERS = 6
-VALIDATION_BATCHES = 16
+VALIDATION_BATCHES = 24
 EVALUATED_FROM, EVALUATED_EVERY = 0.6, 0.04
 """Shares of the steps."""
 
@@ -111,7 +111,7 @@ def _config(folder: Path, arguments: argparse.Namespace, seed: int, overrides: d
         "model.max_position_embeddings": LENGTH,
         "model.num_hidden_layers": LAYERS,
         "training.output": folder / "run",
-        "training.global_batch_size": 8,
+        "training.global_batch_size": 4,
         "training.steps": arguments.steps,
         "training.warmup_steps": arguments.steps // 10,
         **overrides,

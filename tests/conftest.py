@@ -1,10 +1,14 @@
 """What tests of several rooms share."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.small_run import run, settings, write_corpus
+
+# Before torch is imported: on tensors as small as the tests' a second thread costs more than it brings.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Pictures of a run, for people who look before they read."""
 
+import math
 from pathlib import Path
 
 from training.tracking import read_metrics
@@ -16,7 +17,8 @@ def plot_losses(folder: Path) -> Path | None:
     if not lines:
         return None
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot([line["step"] for line in lines], [line["train/mlm_loss"] for line in lines], lw=0.6, label="training")
+    losses = [line.get("train/mlm_loss", math.nan) for line in lines]
+    axes.plot([line["step"] for line in lines], losses, lw=0.6, label="training")
     evaluated = [line for line in lines if "validation/mlm_loss" in line]
     if evaluated:
         steps = [line["step"] for line in evaluated]

@@ -54,8 +54,12 @@ class MetricsFile:
         write_whole(self.path, "".join(kept))
 
     def append(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """One line: `step`, the `tokens` seen so far, the `time` now (seconds since 1970), and `values` by name."""
-        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
+        """One line: `step`, the `tokens` seen so far, the `time` now (seconds since 1970), and `values` by name.
+
+        What is not finite is left out: JSON has no numbers for it.
+        """
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **finite}
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

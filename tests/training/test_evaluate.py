@@ -15,15 +15,6 @@ from training.evaluate import summed_losses
 from training.model import Albert, pretraining_losses
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small tensors gain nothing from more, and lose much where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def sums(small_data):
     """Sums over the validation examples, a tuple, as the ranks of a world would add them up."""

@@ -11,8 +11,6 @@ from configs.schema import ModelConfig, OptimizerConfig
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert
 
-torch.set_num_threads(2)
-
 STEPS = 20
 RATE = 0.01
 SHAPES = [(7, 5), (7,), (3, 2), (1,), (2, 11)]

@@ -5,8 +5,6 @@ from transformers import AlbertConfig, AlbertForPreTraining
 from configs.schema import ModelConfig
 from training.model import Albert, pretraining_losses
 
-torch.set_num_threads(2)
-
 VOCABULARY_SIZE = 60
 SMALL = ModelConfig(
     hidden_size=32,
