@@ -9,6 +9,7 @@ import pytest
 from configs.schema import validate_config
 from tests.small_run import ROOT
 from training import tracking
+from training.plots import plot_losses
 from training.tracking import BackgroundRun, MetricsFile, read_metrics
 
 TAGS = {tracking.DATA_DIGEST: "d" * 64, tracking.DATA_FOLDER: "/data/x"}
@@ -43,6 +44,19 @@ def test_metrics_are_cut_back_to_the_step_a_run_continues_from(tmp_path):
     continued.append(4, 44, {"train/loss": 9.0})
     lines = list(read_metrics(tmp_path))
     assert [(line["step"], line["tokens"]) for line in lines] == [(1, 10), (2, 20), (3, 30), (4, 44)]
+
+
+def test_metrics_that_are_not_finite_are_left_out_and_a_run_with_gaps_is_plotted(tmp_path):
+    written = MetricsFile(tmp_path, 0)
+    written.append(1, 10, {"train/mlm_loss": 6.0, "train/gradient_norm": float("inf")})
+    written.append(2, 20, {"train/mlm_loss": float("nan"), "train/gradient_norm": 1.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    first, second = read_metrics(tmp_path)
+    assert "train/gradient_norm" not in first
+    assert "train/mlm_loss" not in second
+    assert plot_losses(tmp_path).stat().st_size
 
 
 def test_an_outage_of_mlflow_is_survived_and_caught_up_without_doubles(tmp_path, config, monkeypatch):
