@@ -1,6 +1,6 @@
 """Wall time to the validation loss that a straightforward Hugging Face loop ends with.
 
-    python benchmarks/time_to_loss.py [--seeds 0 1 2] [--steps 1000] [--folder DIR] [--only NAME …]
+    python benchmarks/time_to_loss.py [--seeds 0 1 2] [--steps 800] [--folder DIR] [--only NAME …]
 
 The demo's text as examples of 512 tokens, a model of the demo's width with six layers. The reference is a loop over
 Hugging Face's `AlbertForPreTraining` (SDPA) with torch's AdamW: same examples, masks and number of steps, padded to
@@ -100,7 +100,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--only", nargs="*", help="only variants with these words in their names")
     parser.add_argument("--cpu-seconds", action="store_true", help="instead of wall time: where other work goes on")
     parser.add_argument("--set", action="append", default=[], help="key.path=value for every variant")
