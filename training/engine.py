@@ -45,6 +45,8 @@ def join_processes() -> tuple[int, int]:
     # Its shared-memory op for CPUs is compiled at first use, which takes a minute and a compiler; gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
+    # Before the first collective: NCCL takes tensors from a process's own GPU alone.
+    deepspeed.accelerator.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -99,9 +101,10 @@ class State:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says of an engine after `step` finished steps."""
+    """What a checkpoint says of an engine that has made `updates`: its finished steps, but for those that fp16 passed
+    over."""
 
-    step: int
+    updates: int
     state: State
     loss_scale: dict[str, float] = field(default_factory=dict)
 
@@ -162,7 +165,7 @@ class Engine:
         self._create_moments()
         self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
-            self._set_finished_steps(resumed.step)
+            self._set_updates(resumed.updates)
             set_loss_scale(self._engine.optimizer, resumed.loss_scale)
 
     @property
@@ -304,13 +307,13 @@ class Engine:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.view_as(part))
 
-    def _set_finished_steps(self, steps: int) -> None:
+    def _set_updates(self, updates: int) -> None:
         for group in self._optimizer.param_groups:
             if group.get("bias_correction"):
-                group["step"] = steps
+                group["step"] = updates
         for state in self._optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(steps)
+                state["step"].fill_(updates)
 
 
 def loss_scale_of(optimizer: object) -> dict[str, float]:
