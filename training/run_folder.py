@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from configs.schema import Config, ConfigError, flat, resolved, validate_config
 from data_prep.files import write_whole
@@ -48,7 +50,7 @@ def check_data(config: Config, dataset: Dataset) -> None:
     if changed:
         key = changed[0]
         raise ConfigError(
-            f"{dataset.folder} was prepared with data.{key} {made[key]!r}, the config says {wanted[key]!r}: "
+            f"{dataset.folder} was prepared with data.{key} {made.get(key)!r}, the config says {wanted[key]!r}: "
             "run python -m data_prep, or name another data.output"
         )
     for split in ("train", "validation"):
@@ -111,9 +113,16 @@ def check_former_config(config: Config, extend: bool) -> None:
     file = Path(config.training.output) / CONFIG
     if not file.exists():
         return
-    former = validate_config(OmegaConf.to_container(OmegaConf.load(file)), source=str(file))
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({' '.join(str(error).split())}): restore it from the config in a checkpoint's "
+            "state.json, or name another training.output"
+        ) from None
+    former = validate_config(content, source=str(file))
     old, new = flat(resolved(former)), flat(resolved(config))
-    changed = [key for key in new if old.get(key) != new[key] and not _keeps_curve(key)]
+    changed = [key for key in old | new if old.get(key) != new.get(key) and not _keeps_curve(key)]
     if changed == ["training.steps"] and config.training.steps > former.training.steps:
         if not extend:
             raise ConfigError(
@@ -122,7 +131,7 @@ def check_former_config(config: Config, extend: bool) -> None:
             )
         return
     if changed:
-        keys = ", ".join(f"{key} ({old.get(key)!r} -> {new[key]!r})" for key in changed[:3])
+        keys = ", ".join(f"{key} ({old.get(key)!r} -> {new.get(key)!r})" for key in changed[:3])
         raise ConfigError(
             f"{file.parent} holds a run with other settings: {keys}: name another training.output "
             "(training.init_from takes over its weights), or restore them"
