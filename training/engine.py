@@ -45,6 +45,8 @@ def join_processes() -> tuple[int, int]:
     # Its shared-memory op for CPUs is compiled at first use, which takes a minute and a compiler; gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
+    # Before the first collective: NCCL takes tensors from a process's own GPU alone.
+    deepspeed.accelerator.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     return dist.get_rank(), dist.get_world_size()
 
 
