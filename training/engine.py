@@ -101,9 +101,10 @@ class State:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says of an engine after `step` finished steps."""
+    """What a checkpoint says of an engine that has made `updates`: its finished steps, but for those that fp16 passed
+    over."""
 
-    step: int
+    updates: int
     state: State
     loss_scale: dict[str, float] = field(default_factory=dict)
 
@@ -166,7 +167,7 @@ class Engine:
         self._create_moments()
         self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
-            self._set_finished_steps(resumed.step)
+            self._set_updates(resumed.updates)
             set_loss_scale(self._engine.optimizer, resumed.loss_scale)
 
     @property
@@ -308,13 +309,13 @@ class Engine:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.view_as(part))
 
-    def _set_finished_steps(self, steps: int) -> None:
+    def _set_updates(self, updates: int) -> None:
         for group in self._optimizer.param_groups:
             if group.get("bias_correction"):
-                group["step"] = steps
+                group["step"] = updates
         for state in self._optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(steps)
+                state["step"].fill_(updates)
 
 
 def loss_scale_of(optimizer: object) -> dict[str, float]:

@@ -93,7 +93,10 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         watch_state = checkpoint.state.get("watch") if checkpoint is not None else None
         watch = DivergenceWatch(unigram[0], config.training.warmup_steps, config.training.steps, watch_state)
         if rank == 0:
-            recorder, tracker = _start_recording(config, dataset, folder, progress)
+            try:
+                recorder, tracker = _start_recording(config, dataset, folder, progress)
+            except OSError as error:
+                raise ConfigError(f"{folder.path} cannot be written ({error}): make room, then start again") from None
             if rollbacks is None:
                 _print_start(config, dataset, folder, engine, world_size)
         status, stopped, diverged = "FAILED", False, None
@@ -103,7 +106,8 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
             stopped = train(config, engine, train_batches, validation, progress, stop, recorder, watch, unigram[0])
             status = "KILLED" if stopped else "FINISHED"
         except DivergedError as error:
-            diverged = error
+            # Without the frames, which would keep this engine while another is made.
+            diverged = DivergedError(error.event, error.batch)
         except OSError as error:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -128,7 +132,8 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
 def _engine(config: Config, vocabulary_size: int, folder: RunFolder, checkpoint: Checkpoint | None) -> Engine:
     if checkpoint is not None:
         state = State(checkpoint.weights(), checkpoint.moments())
-        resumed = Resumed(checkpoint.step, state, checkpoint.state.get("loss_scale", {}))
+        updates = checkpoint.step - Progress.of_state(checkpoint.state).skipped_steps
+        resumed = Resumed(updates, state, checkpoint.state.get("loss_scale", {}))
         return Engine(config, vocabulary_size, resumed=resumed)
     return Engine(config, vocabulary_size, folder.initial_weights())
 
