@@ -60,8 +60,9 @@ ZERO_GENERATED_KEYS = (
     "parameter_alignment",
     "offload_optimizer",
     "offload_param",
+    "compute_grad_norm",
 )
-"""Those that say where a parameter's optimizer state lies, which training relies on."""
+"""Those that say where a parameter's optimizer state lies, and whether there is a norm, which training relies on."""
 
 
 class ConfigError(ValueError):

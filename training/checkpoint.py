@@ -50,17 +50,18 @@ def incompleteness(path: Path) -> str | None:
     """Why the folder `path` is no complete checkpoint, or None if it is one."""
     try:
         files = json.loads((path / MARKER).read_text())["files"]
+        expected = [(name, files[name]["bytes"], files[name]["sha256"]) for name in (WEIGHTS, OPTIMIZER, STATE)]
     except FileNotFoundError:
         return f"{MARKER} is missing"
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MARKER} cannot be read"
-    for name, expected in files.items():
+    for name, size, digest in expected:
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if sha256_of(file) != expected["sha256"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if sha256_of(file) != digest:
             return f"{name} was altered"
     return None
 

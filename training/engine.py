@@ -158,6 +158,8 @@ class Engine:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"training.deepspeed: DeepSpeed does not take {key}: {first['msg']}") from None
+        except deepspeed.runtime.config.DeepSpeedConfigError as error:
+            raise ConfigError(f"training.deepspeed: {error}") from None
         self._seed = config.seed
         self._has_dropout = config.model.hidden_dropout_prob > 0 or config.model.attention_probs_dropout_prob > 0
         self._zero_stage = training.zero_stage

@@ -93,7 +93,10 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         watch_state = checkpoint.state.get("watch") if checkpoint is not None else None
         watch = DivergenceWatch(unigram[0], config.training.warmup_steps, config.training.steps, watch_state)
         if rank == 0:
-            recorder, tracker = _start_recording(config, dataset, folder, progress)
+            try:
+                recorder, tracker = _start_recording(config, dataset, folder, progress)
+            except OSError as error:
+                raise ConfigError(f"{folder.path} cannot be written ({error}): make room, then start again") from None
             if rollbacks is None:
                 _print_start(config, dataset, folder, engine, world_size)
         status, stopped, diverged = "FAILED", False, None

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from configs.schema import Config, ConfigError, flat, resolved, validate_config
 from data_prep.files import write_whole
@@ -111,7 +113,14 @@ def check_former_config(config: Config, extend: bool) -> None:
     file = Path(config.training.output) / CONFIG
     if not file.exists():
         return
-    former = validate_config(OmegaConf.to_container(OmegaConf.load(file)), source=str(file))
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({' '.join(str(error).split())}): restore it from the config in a checkpoint's "
+            "state.json, or name another training.output"
+        ) from None
+    former = validate_config(content, source=str(file))
     old, new = flat(resolved(former)), flat(resolved(config))
     changed = [key for key in old | new if old.get(key) != new.get(key) and not _keeps_curve(key)]
     if changed == ["training.steps"] and config.training.steps > former.training.steps:

@@ -50,6 +50,19 @@ def test_a_checkpoint_cut_short_at_any_byte_or_altered_is_passed_over_by_name(tm
     assert newest_complete(tmp_path)[0].step == 2
 
 
+@pytest.mark.parametrize(
+    "marker",
+    ["[]", "{}", '{"files": null}', '{"files": []}', '{"files": {}}', '{"files": {"weights.safetensors": 3}}'],
+)
+def test_a_marker_that_does_not_vouch_for_every_file_makes_no_checkpoint_complete(tmp_path, marker):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "step-00000002" / "COMPLETE").write_text(marker)
+    found, passed_over = newest_complete(tmp_path)
+    assert found.step == 1
+    assert passed_over == [f"{tmp_path}/step-00000002: COMPLETE cannot be read"]
+
+
 def test_old_checkpoints_go_only_once_the_new_one_is_complete(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         write(tmp_path, step, keep=2)

@@ -269,6 +269,7 @@ def test_weights_of_another_run_start_a_new_one_and_the_published_rate_is_warned
             {"training__deepspeed": "{zero_optimization: {reduce_bucket_size: many}}"},
             "DeepSpeed does not take reduce_bucket_size",
         ),
+        ({"training__deepspeed": "{progressive_layer_drop: {enabled: true}}"}, "training.deepspeed: Progressive Layer"),
         ({"training__precision": "fp16"}, "fp16 needs a GPU"),
     ],
 )
@@ -289,6 +290,7 @@ def test_what_only_the_model_or_deepspeed_finds_unfit_is_refused_in_one_line(und
         "training__deepspeed__zero_optimization__round_robin_gradients",
         "training__deepspeed__zero_optimization__sub_group_size",
         "training__deepspeed__data_types",
+        "training__deepspeed__zero_optimization__compute_grad_norm",
     ],
 )
 def test_deepspeed_settings_that_would_move_the_optimizer_state_are_refused(undisturbed, setting):

@@ -156,3 +156,23 @@ def test_a_run_that_went_on_still_knows_the_weights_it_started_with(dataset, tmp
     folder = RunFolder.open(settings, dataset, extend=False)
     with pytest.raises(ConfigError, match="step-00000010 is no complete checkpoint"):
         folder.initial_weights()
+
+
+def test_a_deepspeed_setting_that_was_taken_away_is_a_change(dataset, tmp_path):
+    RunFolder(tmp_path, None, [], None, False).write_config(
+        settings_with(dataset, tmp_path, "{prescale_gradients: true, gradient_predivide_factor: 2}")
+    )
+    with pytest.raises(ConfigError, match=r"training.deepspeed.prescale_gradients \(True -> None\)"):
+        RunFolder.open(settings_with(dataset, tmp_path, "{gradient_predivide_factor: 2}"), dataset, extend=False)
+
+
+def settings_with(dataset: Dataset, run, deepspeed: str) -> Config:
+    overrides = small_overrides(dataset.folder.parent, training__output=str(run), training__deepspeed=deepspeed)
+    return load_config(ROOT / "configs" / "demo.yaml", overrides)
+
+
+@pytest.mark.parametrize("content", [b"a: [b\n", b"\xff\xfe\x00", b"a: ${b\n", b"- a\n"], ids=repr)
+def test_a_damaged_config_of_a_run_is_refused_by_name(dataset, tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/config.yaml"):
+        RunFolder.open(config(dataset, tmp_path), dataset, extend=False)

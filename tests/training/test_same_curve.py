@@ -22,7 +22,12 @@ from training.schedule import learning_rate_at
 EXACT = {f"stage {stage}": {"training__zero_stage": str(stage)} for stage in (0, 1, 2, 3)}
 DEALT = {
     "stage 1, small micro-batches": {"training__zero_stage": "1", "training__micro_batch_tokens": "128"},
-    "stage 3, checkpointing": {"training__zero_stage": "3", "training__activation_checkpointing": "true"},
+    "stage 3, checkpointing": {
+        "training__zero_stage": "3",
+        "training__activation_checkpointing": "true",
+        # Else weights as small as these stay gathered.
+        "training__deepspeed": "{zero_optimization: {stage3_param_persistence_threshold: 0}}",
+    },
     "stage 2, small micro-batches, checkpointing": {
         "training__zero_stage": "2",
         "training__micro_batch_tokens": "200",
