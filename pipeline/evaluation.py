@@ -53,11 +53,11 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
 
     size = config.training.global_batch_size
     tokens = max(MICRO_BATCH_TOKENS, config.data.max_length)
-    validation = Batches(
-        dataset.split("validation"), vocabulary.word_starts, config.data, 0, size, tokens, 0, 1, fixed=True
-    )
-    made = list(validation.one_pass(batches))
-    sums = summed_losses(losses, track(made, "evaluating", console=console), device)
+    validation_split = dataset.split("validation")
+    validation = Batches(validation_split, vocabulary.word_starts, config.data, 0, size, tokens, 0, 1, fixed=True)
+    total = min(-(-validation_split.rows // size), batches or validation_split.rows)
+    evaluated = track(validation.one_pass(batches), "evaluating", total=total, console=console)
+    sums = summed_losses(losses, evaluated, device)
     metrics = validation_metrics(sums, objective)
     return {
         "checkpoint": str(checkpoint.path),
@@ -67,7 +67,9 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
         "masked_tokens": sums.masked,
         **{name.removeprefix("validation/"): value for name, value in metrics.items()},
         "mlm_perplexity": math.exp(min(700.0, sums.mean_mlm_loss)),
-        "unigram_cross_entropy": unigram_cross_entropy(dataset.split("train"), made, vocabulary.size),
+        "unigram_cross_entropy": unigram_cross_entropy(
+            dataset.split("train"), validation.one_pass(batches), vocabulary.size
+        ),
     }
 
 

@@ -128,7 +128,8 @@ def train(
             if event is not None:
                 values["train/divergence"] = 1
             ending = stopping or progress.step == last_step
-            if progress.step % training.evaluate.every == 0 or (ending and not stopping):
+            # Whoever is told to stop has no time to evaluate.
+            if not stopping and (progress.step % training.evaluate.every == 0 or ending):
                 evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches), num_layers)
                 values |= validation_metrics(evaluated, config.data.sentence_objective)
                 values["validation/unigram_cross_entropy"] = unigram_cross_entropy
