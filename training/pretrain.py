@@ -41,6 +41,11 @@ def main(
         # The launcher ends all processes when the first one fails.
         time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         sys.exit(2)
+    # Everything is written: gloo's threads may abort a process that ends in the ordinary way, and the launcher would
+    # report a finished run as failed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def pretrain(config: Config, extend: bool = False) -> None:

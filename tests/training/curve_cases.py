@@ -7,6 +7,7 @@ it the final weights.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def main() -> None:
         results[case["name"]] = {"losses": losses, "gradient_norms": norms}
     if rank == 0:
         Path(output).write_text(json.dumps(results))
+    # gloo's threads may abort a process that ends in the ordinary way.
+    os._exit(0)
 
 
 def _restarted(config, vocabulary_size, state, step, folder, rank) -> Engine:
