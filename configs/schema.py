@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     AfterValidator,
@@ -398,10 +398,7 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
     if not file.is_file():
         presets = ", ".join(sorted(f"configs/{preset.name}" for preset in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {path} not found; presets: {presets}")
-    try:
-        tree = OmegaConf.load(file)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
+    tree = read_yaml(file)
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path} must hold a mapping of sections (name, data, model, training, tracking)")
     for override in overrides:
@@ -418,6 +415,14 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from None
     return validate_config(content, source=str(path))
+
+
+def read_yaml(path: str | os.PathLike) -> DictConfig | ListConfig:
+    """What the YAML file `path` holds, interpolations unresolved; raises `ConfigError`."""
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
 
 
 def validate_config(content: dict, source: str) -> Config:

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from configs.schema import Config, ConfigError, flat, resolved, validate_config
+from configs.schema import Config, ConfigError, flat, read_yaml, resolved, validate_config
 from data_prep.files import write_whole
 from data_prep.plan import data_settings
 from data_prep.shards import Dataset
@@ -114,11 +112,10 @@ def check_former_config(config: Config, extend: bool) -> None:
     if not file.exists():
         return
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        content = OmegaConf.to_container(read_yaml(file))
+    except ConfigError as error:
         raise ConfigError(
-            f"{file} cannot be read ({' '.join(str(error).split())}): restore it from the config in a checkpoint's "
-            "state.json, or name another training.output"
+            f"{error}: restore it from the config in a checkpoint's state.json, or name another training.output"
         ) from None
     former = validate_config(content, source=str(file))
     old, new = flat(resolved(former)), flat(resolved(config))
