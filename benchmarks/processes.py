@@ -5,12 +5,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parents[1]
+
 SAMPLING_SECONDS = 0.05
+
+
+def set_options(overrides: Iterable[str]) -> list[str]:
+    """`overrides`, key.path=value each, as arguments of a command."""
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def prepare(preset: str, overrides: Iterable[str]) -> None:
+    """Make the data set of `preset` with `overrides`, unless it is there."""
+    command = [sys.executable, "-m", "data_prep", "--config", preset, *set_options(overrides)]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ that passes through all layers.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,14 +26,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.hugging_face import hugging_face_inputs, hugging_face_model
+from benchmarks.processes import ROOT, prepare
 from configs.schema import Config, load_config
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
 from training.batches import Batches, RankBatch
 from training.engine import Engine, join_processes
+from training.lamb import parameter_groups
 from training.schedule import learning_rate_at, num_layers_at
 
-ROOT = Path(__file__).parents[1]
 LENGTH = 512
 LAYERS = 6
 VALIDATION_BATCHES = 24
@@ -132,8 +132,7 @@ def _config(folder: Path, arguments: argparse.Namespace, seed: int, overrides: d
 def _prepare(config: Config, folder: Path) -> None:
     settings = [f"data.output={config.data.output}", f"data.max_length={LENGTH}"]
     settings += [f"model.max_position_embeddings={LENGTH}", f"tracking.uri=sqlite:///{folder}/mlflow.db"]
-    command = [sys.executable, "-m", "data_prep", "--config", "configs/demo.yaml"]
-    subprocess.run([*command, *(part for each in settings for part in ("--set", each))], cwd=ROOT, check=True)
+    prepare("configs/demo.yaml", settings)
 
 
 def _measured(name: str, config: Config, clock: Callable[[], float]) -> Course:
@@ -187,15 +186,8 @@ class _HuggingFace:
         self._training = training = config.training
         torch.manual_seed(config.seed)
         self._model = hugging_face_model(config, vocabulary_size)
-        settings = training.optimizer
-        parameters = list(self._model.parameters())
-        decays = ((True, settings.weight_decay), (False, 0.0))
-        groups = [
-            {"params": [each for each in parameters if (each.ndim > 1) is is_matrix], "weight_decay": decay}
-            for is_matrix, decay in decays
-        ]
-        betas = (settings.beta1, settings.beta2)
-        self._optimizer = torch.optim.AdamW(groups, training.learning_rate, betas, settings.eps)
+        groups = parameter_groups(self._model, training.optimizer, training.learning_rate)
+        self._optimizer = torch.optim.AdamW(groups)
 
     def train_step(self, step: int, batch: RankBatch) -> None:
         training = self._training

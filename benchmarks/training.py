@@ -8,13 +8,12 @@ two take turns, and medians are compared.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.hugging_face import hugging_face_inputs, hugging_face_model, plainly_collated
+from benchmarks.processes import ROOT, prepare, set_options
 from configs.schema import Config, load_config
 from data_prep.masking import draw_masks
 from data_prep.randomness import uniforms
@@ -36,8 +36,8 @@ from training.batches import Batches, MicroBatch
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert, pretraining_losses
 from training.partition import all_reduced
+from training.tracking import read_metrics
 
-ROOT = Path(__file__).parents[1]
 LENGTH = 512
 VOCABULARY_SIZE = 20_000
 """Of the prepared examples: their text carries no more."""
@@ -88,10 +88,7 @@ def _prepared(folder: Path, rows: int) -> Config:
         f"training.micro_batch_tokens={rows * LENGTH}",
         f"tracking.uri=sqlite:///{folder}/mlflow.db",
     ]
-    settings = [part for override in overrides for part in ("--set", override)]
-    subprocess.run(
-        [sys.executable, "-m", "data_prep", "--config", "configs/base.yaml", *settings], cwd=ROOT, check=True
-    )
+    prepare("configs/base.yaml", overrides)
     return load_config(ROOT / "configs" / "base.yaml", overrides)
 
 
@@ -336,15 +333,10 @@ def _trained_rate(config: Config, output: Path, processes: int) -> float:
     ]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes)]
     command += ["--module", "training.pretrain", "--config", "configs/base.yaml"]
-    settings = [part for override in overrides for part in ("--set", override)]
-    subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, *set_options(overrides)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     # The first step warms up.
-    found = [line["speed/tokens_per_second"] for line in _metrics(output)][1:]
+    found = [line["speed/tokens_per_second"] for line in read_metrics(output)][1:]
     return statistics.harmonic_mean(found)
-
-
-def _metrics(output: Path) -> Iterator[dict]:
-    return map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
 
 
 if __name__ == "__main__":

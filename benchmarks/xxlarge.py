@@ -7,20 +7,18 @@ micro-batch of one example a process. The checkpoint of 2.7 GB that ends a run i
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.processes import run
+from benchmarks.processes import ROOT, prepare, run, set_options
+from training.tracking import read_metrics
 
-ROOT = Path(__file__).parents[1]
 STEPS = 2
 LENGTH = 512
 
@@ -46,16 +44,16 @@ def main() -> None:
             f"training.stop_after={STEPS}",
             "training.evaluate.batches=1",
         ]
-        preset = ["--config", "configs/xxlarge.yaml", *(part for each in settings for part in ("--set", each))]
-        subprocess.run([sys.executable, "-m", "data_prep", *preset], check=True)
+        prepare("configs/xxlarge.yaml", settings)
         for stage in arguments.stages:
             output = folder / f"stage-{stage}"
             shutil.rmtree(output, ignore_errors=True)
             launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", "training.pretrain"]
-            own = ["--set", f"training.zero_stage={stage}", "--set", f"training.output={output}"]
-            used = run(*launcher, *preset, *own, watch_memory=True)
+            own = [f"training.zero_stage={stage}", f"training.output={output}"]
+            options = ["--config", "configs/xxlarge.yaml", *set_options([*settings, *own])]
+            used = run(*launcher, *options, watch_memory=True)
             shutil.rmtree(output / "checkpoints")
-            lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+            lines = list(read_metrics(output))
             losses = ", ".join(f"{line['train/loss']:.3f}" for line in lines)
             rate = statistics.harmonic_mean(line["speed/tokens_per_second"] for line in lines)
             print(
