@@ -1,6 +1,8 @@
 """What tests of several rooms share."""
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,16 @@ def small_data(tmp_path_factory) -> Path:
     result = run("-m", "data_prep", *settings(folder))
     assert result.returncode == 0, result.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def workspace(small_data, tmp_path_factory) -> Callable[[str], Path]:
+    """Makes a folder with a copy of the small data set."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(small_data / "data", folder / "data")
+        shutil.copy(small_data / "corpus.txt", folder / "corpus.txt")
+        return folder
+
+    return make

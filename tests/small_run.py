@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[1]
 
 SMALL = {
@@ -68,6 +70,12 @@ def settings(folder: Path, **overrides: str) -> list[str]:
     for override in small_overrides(folder, **overrides):
         arguments += ["--set", override]
     return arguments
+
+
+def launched(processes: int, *arguments: str) -> list[str]:
+    """The arguments of `python` that train on so many processes under DeepSpeed's launcher."""
+    launcher = ["-m", "deepspeed.launcher.runner", f"--num_gpus={processes}", f"--master_port={free_port()}"]
+    return [*launcher, "--module", "training.pretrain", *arguments]
 
 
 def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess:

@@ -1,22 +1,12 @@
 import json
 import math
 import shutil
-import socket
 
 import pytest
 from rich.console import Console
 
 from pipeline.evaluation import evaluate_checkpoint
-from tests.small_run import run, settings
-
-
-def launched(world_size: int, *arguments: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "deepspeed.launcher.runner", f"--num_gpus={world_size}", f"--master_port={port}"]
-    result = run(*launcher, "--module", "training.pretrain", *arguments, timeout=180)
-    assert result.returncode == 0, result.stdout + result.stderr
+from tests.small_run import launched, run, settings
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +42,8 @@ def test_a_checkpoint_gets_the_figures_that_any_world_size_reports_of_it(
     name = "checkpoints/step-00000020"
     shutil.copytree(trained / name, tmp_path / "run" / name)
     others["training__micro_batch_tokens"] = "192"
-    launched(world_size, *settings(small_data, **others))
+    result = run(*launched(world_size, *settings(small_data, **others)), timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
     reported = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert reported["step"] == 22
     figures = evaluate_checkpoint(tmp_path / "run", None, None, Console(quiet=True))

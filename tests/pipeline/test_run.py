@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.evaluation import evaluate_checkpoint
 from pipeline.run import count_gpus
+from tests.ports import free_port
 from tests.small_run import ROOT, run, settings, write_corpus
 
 
@@ -69,9 +70,7 @@ def test_a_second_run_skips_what_is_complete_and_says_so(finished):
 
 def test_mlflow_serves_the_data_run_and_the_training_run_with_their_curve(finished):
     folder, _ = finished
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--port", str(port)]
     server = subprocess.Popen(
         [sys.executable, *command, "--workers", "1"],

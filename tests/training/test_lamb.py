@@ -1,5 +1,4 @@
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from configs.schema import ModelConfig, OptimizerConfig
+from tests.ports import free_port
 from training.lamb import Lamb, parameter_groups
 from training.model import Albert
 
@@ -216,10 +216,7 @@ def train_parts(rank: int, world_size: int, port: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_partitioned_tensors_take_the_same_steps_as_whole_ones(world_size, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train_parts, args=(world_size, port, str(tmp_path)), nprocs=world_size)
+    mp.spawn(train_parts, args=(world_size, free_port(), str(tmp_path)), nprocs=world_size)
     for zero_stage in (1, 3):
         found = torch.load(tmp_path / f"{zero_stage}.pt")
         for weight, whole in zip(trained_weights(OptimizerConfig()), found, strict=True):

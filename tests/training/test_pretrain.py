@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -15,14 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.small_run import ROOT, run, settings
-
-LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", "training.pretrain"]
-PORTS = iter(range(29600, 29700))
+from tests.small_run import ROOT, launched, run, settings
 
 
-def launched(*arguments: str) -> list[str]:
-    return [*LAUNCHER[:3], f"--master_port={next(PORTS)}", *LAUNCHER[3:], *arguments]
+def two_processes(*arguments: str) -> list[str]:
+    """The whole command that trains on two processes."""
+    return [sys.executable, *launched(2, *arguments)]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -78,23 +75,10 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def workspace(small_data, tmp_path_factory):
-    """Makes a folder with a copy of the small data set."""
-
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copytree(small_data / "data", folder / "data")
-        shutil.copy(small_data / "corpus.txt", folder / "corpus.txt")
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def undisturbed(workspace) -> Path:
     """A finished run of 40 steps on two processes."""
     folder = workspace("undisturbed")
-    result = subprocess.run(launched(*settings(folder)), cwd=ROOT, capture_output=True, text=True, timeout=180)
+    result = subprocess.run(two_processes(*settings(folder)), cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
@@ -136,9 +120,21 @@ def test_a_finished_run_is_not_run_again(undisturbed):
     assert (undisturbed / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_what_aborts_at_the_interpreters_end_does_not_fail_a_finished_run(undisturbed, tmp_path, monkeypatch):
+    """Threads of gloo do so now and then."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run("-c", "print('started')").returncode < 0
+    result = run("-m", "training.pretrain", *settings(undisturbed))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing to do" in result.stdout
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened_with_other_processes_and_stage(undisturbed, workspace):
     folder = workspace("killed")
-    first = subprocess.Popen(launched(*settings(folder)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    first = subprocess.Popen(
+        two_processes(*settings(folder)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
     wait_for_step(folder, 15, first)
     launchers = [
         first.pid,
@@ -182,7 +178,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened_with_other_processes_an
 def test_sigterm_to_one_process_saves_and_ends_all_and_the_run_goes_on_from_there(undisturbed, workspace):
     folder = workspace("stopped")
     process = subprocess.Popen(
-        launched(*settings(folder)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        two_processes(*settings(folder)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     wait_for_step(folder, 13, process)
     begin = time.monotonic()
@@ -243,7 +243,7 @@ def test_a_shard_cut_short_or_altered_is_refused_by_name(workspace):
 def test_the_launcher_prints_a_refusal_once(workspace):
     folder = workspace("refused")
     result = subprocess.run(
-        launched(*settings(folder, training__colour="red")), cwd=ROOT, capture_output=True, text=True, timeout=60
+        two_processes(*settings(folder, training__colour="red")), cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert result.returncode != 0
     assert (result.stdout + result.stderr).count("unknown key training.colour") == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,8 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from configs.schema import load_config
 from data_prep.shards import Dataset
-from tests.ports import free_port
-from tests.small_run import ROOT, run, settings
+from tests.small_run import ROOT, launched, run, settings
 from training.batches import global_batch
 from training.checkpoint import opened
 from training.divergence import DivergedError, DivergenceWatch
@@ -40,28 +38,14 @@ def lines(path) -> list[dict]:
 ROLLBACK = {"training__on_divergence": "{action: rollback, factor: 0.02, at_most: 1}"}
 
 
-@pytest.fixture(scope="module")
-def workspace(small_data, tmp_path_factory):
-    """Makes a folder with a copy of the small data set."""
-
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copytree(small_data / "data", folder / "data")
-        shutil.copy(small_data / "corpus.txt", folder / "corpus.txt")
-        return folder
-
-    return make
-
-
 def trained(folder: Path, world_size: int = 1, **overrides: str):
     """The result of training in `folder` with a rate too high."""
     return run(*command(folder, world_size, **overrides), timeout=240)
 
 
 def command(folder: Path, world_size: int = 1, **overrides: str) -> list[str]:
-    launcher = ["-m", "deepspeed.launcher.runner", f"--num_gpus={world_size}", f"--master_port={free_port()}"]
-    module = ["-m", "training.pretrain"] if world_size == 1 else [*launcher, "--module", "training.pretrain"]
-    return [*module, *settings(folder, **(TOO_HIGH | overrides))]
+    arguments = settings(folder, **(TOO_HIGH | overrides))
+    return ["-m", "training.pretrain", *arguments] if world_size == 1 else launched(world_size, *arguments)
 
 
 def only_error(result) -> str:

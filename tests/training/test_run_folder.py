@@ -99,9 +99,9 @@ def dataset(small_data) -> Dataset:
     return Dataset.open(small_data / "data")
 
 
-def config(dataset: Dataset, run, init_from=None) -> Config:
-    overrides = small_overrides(dataset.folder.parent, training__output=str(run))
-    overrides += [f"training.init_from={init_from}"] if init_from is not None else []
+def config(dataset: Dataset, run, init_from="null", deepspeed: str = "{}") -> Config:
+    others = {"training__init_from": str(init_from), "training__deepspeed": deepspeed}
+    overrides = small_overrides(dataset.folder.parent, training__output=str(run), **others)
     return load_config(ROOT / "configs" / "demo.yaml", overrides)
 
 
@@ -159,16 +159,11 @@ def test_a_run_that_went_on_still_knows_the_weights_it_started_with(dataset, tmp
 
 
 def test_a_deepspeed_setting_that_was_taken_away_is_a_change(dataset, tmp_path):
-    RunFolder(tmp_path, None, [], None, False).write_config(
-        settings_with(dataset, tmp_path, "{prescale_gradients: true, gradient_predivide_factor: 2}")
-    )
+    both = "{prescale_gradients: true, gradient_predivide_factor: 2}"
+    RunFolder(tmp_path, None, [], None, False).write_config(config(dataset, tmp_path, deepspeed=both))
+    fewer = config(dataset, tmp_path, deepspeed="{gradient_predivide_factor: 2}")
     with pytest.raises(ConfigError, match=r"training.deepspeed.prescale_gradients \(True -> None\)"):
-        RunFolder.open(settings_with(dataset, tmp_path, "{gradient_predivide_factor: 2}"), dataset, extend=False)
-
-
-def settings_with(dataset: Dataset, run, deepspeed: str) -> Config:
-    overrides = small_overrides(dataset.folder.parent, training__output=str(run), training__deepspeed=deepspeed)
-    return load_config(ROOT / "configs" / "demo.yaml", overrides)
+        RunFolder.open(fewer, dataset, extend=False)
 
 
 @pytest.mark.parametrize("content", [b"a: [b\n", b"\xff\xfe\x00", b"a: ${b\n", b"- a\n"], ids=repr)
