@@ -254,7 +254,13 @@ class Bench:
 
     def _train_ours(self, batch: MicroBatch) -> None:
         self.ours.zero_grad()
-        mlm, sentence = self.ours(batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions)
+        mlm, sentence = self.ours(
+            batch.input_ids,
+            batch.token_type_ids,
+            batch.lengths,
+            batch.masked_positions,
+            most_masked=batch.most_masked,
+        )
         losses = pretraining_losses(mlm, batch.mlm_labels, sentence, batch.sentence_labels)
         masked, rows = max(1, len(batch.mlm_labels)), len(batch.sentence_labels)
         (losses.mlm_loss / masked + losses.sentence_loss / rows).backward()
@@ -288,11 +294,12 @@ def training_flops(config: Config, vocabulary_size: int, batch: MicroBatch) -> i
     size, inner, embedding = model.hidden_size, model.intermediate_size, model.embedding_size
     rows, length = batch.input_ids.shape
     tokens, masked = rows * length, len(batch.masked_positions)
-    read = masked + rows
-    attention = tokens * (4 * size * size + 2 * length * size)
+    asking = size * (2 * size + 2 * length)
+    answering = 2 * size * size
     feed_forward = 2 * size * inner
-    layers = model.num_hidden_layers
-    products = layers * attention + ((layers - 1) * tokens + read) * feed_forward
+    products = (model.num_hidden_layers - 1) * tokens * (asking + answering + feed_forward)
+    # In the last layer only what the heads read asks, and passes through the feed-forward network.
+    products += rows * (batch.most_masked + 1) * asking + tokens * answering + (masked + rows) * feed_forward
     products += tokens * embedding * size + masked * embedding * (size + vocabulary_size) + rows * size * size
     return 3 * 2 * products
 

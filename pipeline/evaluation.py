@@ -47,7 +47,12 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     def losses(micro_batch: MicroBatch) -> PretrainingLosses:
         batch = micro_batch.to(device)
         logits, sentence_logits = model(
-            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions, num_layers
+            batch.input_ids,
+            batch.token_type_ids,
+            batch.lengths,
+            batch.masked_positions,
+            num_layers,
+            batch.most_masked,
         )
         return pretraining_losses(logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 

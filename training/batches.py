@@ -9,7 +9,7 @@ padding is small and every rank takes the same number of micro-steps. Masks and 
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from queue import Full, Queue
 
 import numpy as np
@@ -32,9 +32,9 @@ class MicroBatch:
     """What one forward pass is given. Integers are int64.
 
     `input_ids`, `token_type_ids`: [rows, length], padded at the end; `lengths`: [rows], or None where no row is padded;
-    `masked_positions`: [masked], indices into rows * length; `mlm_labels`: [masked]; `sentence_labels`: [rows], -1
-    where there is none. A micro-batch without examples (there are more ranks than examples) holds one row of padding
-    that counts for nothing.
+    `masked_positions`: [masked], ascending indices into rows * length; `mlm_labels`: [masked]; `sentence_labels`:
+    [rows], -1 where there is none; `most_masked`: tokens masked in the row with most. A micro-batch without examples
+    (there are more ranks than examples) holds one row of padding that counts for nothing.
     """
 
     input_ids: torch.Tensor
@@ -43,12 +43,15 @@ class MicroBatch:
     masked_positions: torch.Tensor
     mlm_labels: torch.Tensor
     sentence_labels: torch.Tensor
+    most_masked: int
 
     def to(self, device: torch.device) -> "MicroBatch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatch(
-            **{name: value if value is None else value.to(device, non_blocking=True) for name, value in values.items()}
-        )
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -275,13 +278,14 @@ def _micro_batch(
         masked_positions=torch.from_numpy(positions),
         mlm_labels=torch.from_numpy(masks.labels[first:last].astype(np.int64)),
         sentence_labels=torch.from_numpy(labels.copy()),
+        most_masked=int(np.bincount(masks.rows[first:last] - part.start, minlength=1).max()),
     )
 
 
 def _empty_micro_batch() -> MicroBatch:
     row = torch.full((1, LENGTH_MULTIPLE), PAD)
     nothing = torch.empty(0, dtype=torch.int64)
-    return MicroBatch(row, torch.zeros_like(row), None, nothing, nothing, torch.tensor([-1]))
+    return MicroBatch(row, torch.zeros_like(row), None, nothing, nothing, torch.tensor([-1]), 0)
 
 
 def _static_masks(rows: Rows) -> Masks:

@@ -257,7 +257,12 @@ class Engine:
     def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)
         mlm_logits, sentence_logits = self._engine(
-            batch.input_ids, batch.token_type_ids, batch.lengths, batch.masked_positions, num_layers
+            batch.input_ids,
+            batch.token_type_ids,
+            batch.lengths,
+            batch.masked_positions,
+            num_layers,
+            batch.most_masked,
         )
         return pretraining_losses(mlm_logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 

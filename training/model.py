@@ -3,8 +3,8 @@
 Embeddings of width E are projected to the hidden width H; post-LN transformer layers follow, whose attention and
 feed-forward weights are each shared by all layers of a hidden group, or not shared, as `ModelConfig.share` says.
 Query, key and value are separate tensors, for LAMB gives each its own trust ratio, and are joined for one matrix
-product, once a forward pass. Only positions that a head reads, the masked and the first ones, pass through the last
-feed-forward network; only masked ones through the MLM head, whose output matrix is the word table.
+product, once a forward pass. In the last layer only positions that a head reads, the masked and the first ones, ask and
+pass through the feed-forward network; only masked ones through the MLM head, whose output matrix is the word table.
 """
 
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema import ModelConfig
+from training.attention import attend
 
 ACTIVATIONS = {"gelu_new": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
 
@@ -44,7 +45,8 @@ QueryKeyValue = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """Multi-head self-attention with its residual and LayerNorm, [B, L, H] -> [B, L, H].
 
-    Returns beside it what it joined, for layers that share it to give back.
+    With `read`, int64 [B, R], indices into the flattened [B * L], only for these positions: [B, R, H]. Returns beside
+    it what it joined, for layers that share it to give back.
     """
 
     def __init__(self, config: ModelConfig):
@@ -64,19 +66,30 @@ class Attention(nn.Module):
         self.layer_norm = nn.LayerNorm(size, config.layer_norm_eps)
 
     def forward(
-        self, hidden: Tensor, key_mask: Tensor | None, joined: QueryKeyValue | None = None
+        self, hidden: Tensor, key_mask: Tensor | None, joined: QueryKeyValue | None = None, read: Tensor | None = None
     ) -> tuple[Tensor, QueryKeyValue]:
-        batch, length, size = hidden.shape
+        size = hidden.shape[-1]
         if joined is None:
             # Here, not in a method: ZeRO 3 gathers the parameters for `forward`.
             weight = torch.cat((self.query_weight, self.key_weight, self.value_weight))
             joined = weight, torch.cat((self.query_bias, self.key_bias, self.value_bias))
-        projected = F.linear(hidden, *joined).view(batch, length, 3, self.num_heads, size // self.num_heads)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout_probability if self.training else 0.0
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout)
-        context = context.transpose(1, 2).reshape(batch, length, size)
-        return self.layer_norm(hidden + self.dropout(self.output(context))), joined
+        weight, bias = joined
+        if read is None:
+            asking = hidden
+            query, key, value = self._heads(F.linear(hidden, weight, bias))
+        else:
+            asking = hidden.flatten(0, 1).index_select(0, read.flatten()).view(*read.shape, size)
+            (query,) = self._heads(F.linear(asking, weight[:size], bias[:size]))
+            key, value = self._heads(F.linear(hidden, weight[size:], bias[size:]))
+        context = attend(query, key, value, key_mask, self.dropout_probability if self.training else 0.0)
+        context = context.transpose(1, 2).reshape(asking.shape)
+        return self.layer_norm(asking + self.dropout(self.output(context))), joined
+
+    def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """[B, L, n * H] -> n of [B, heads, L, H / heads]."""
+        batch, length, _ = projected.shape
+        size = self.output.in_features // self.num_heads
+        return projected.view(batch, length, -1, self.num_heads, size).permute(2, 0, 3, 1, 4).unbind()
 
 
 class FeedForward(nn.Module):
@@ -162,19 +175,21 @@ class Albert(nn.Module):
         lengths: Tensor | None,
         masked_positions: Tensor,
         num_layers: int | None = None,
+        most_masked: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """MLM logits [M, V] and sentence logits [B, 2] (None without that head).
 
-        `masked_positions`: int64 [M], indices into the flattened [B * L]; the rest as for `encode`.
+        `masked_positions`: int64 [M], ascending indices into the flattened [B * L]; `most_masked`: how many of them are
+        in the row that has most (default: counted, for which a GPU is waited for); the rest as for `encode`.
         """
-        hidden, last_feed_forward = self._encode(input_ids, token_type_ids, lengths, num_layers)
-        rows, length = input_ids.shape
-        read = masked_positions
+        read, masked = _read_positions(masked_positions, *input_ids.shape, most_masked)
+        hidden, last_feed_forward = self._encode(input_ids, token_type_ids, lengths, num_layers, read)
+        wanted = masked
         if self.sentence_head is not None:
-            first = torch.arange(0, rows * length, length, device=read.device)
-            read = torch.cat((read, first))
-        masked, first = last_feed_forward(hidden.flatten(0, 1).index_select(0, read)).split(
-            (len(masked_positions), len(read) - len(masked_positions))
+            first = torch.arange(0, read.numel(), read.shape[1], device=read.device)
+            wanted = torch.cat((masked, first))
+        masked, first = last_feed_forward(hidden.flatten(0, 1).index_select(0, wanted)).split(
+            (len(masked), len(wanted) - len(masked))
         )
         mlm_logits = self.mlm_head(masked, self.embeddings.word_embeddings.weight)
         sentence_logits = None if self.sentence_head is None else self.sentence_head(self._pooled(first))
@@ -193,9 +208,15 @@ class Albert(nn.Module):
         return last_feed_forward(hidden)
 
     def _encode(
-        self, input_ids: Tensor, token_type_ids: Tensor, lengths: Tensor | None, num_layers: int | None
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        lengths: Tensor | None,
+        num_layers: int | None,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, FeedForward]:
-        """The output of the last attention, [B, L, H], and the network that follows it."""
+        """The output of the last attention, [B, L, H] or only for `read` as in `Attention`, and the network that
+        follows it."""
         depth = self._depth(num_layers)
         key_mask = None
         if lengths is not None:
@@ -210,7 +231,8 @@ class Albert(nn.Module):
             if layer < self.activation_checkpointing:
                 # Re-entrant checkpointing reduces the gradient of a shared layer more than once under ZeRO 2 and 3.
                 block = partial(checkpoint, block, use_reentrant=False)
-            hidden, joined[attention] = block(hidden, key_mask, joined.get(attention))
+            asking = read if layer == depth - 1 else None
+            hidden, joined[attention] = block(hidden, key_mask, joined.get(attention), asking)
             feed_forward = next_feed_forward
         return hidden, feed_forward
 
@@ -243,9 +265,23 @@ def _block(
     hidden: Tensor,
     key_mask: Tensor | None,
     joined: QueryKeyValue | None,
+    read: Tensor | None,
 ) -> tuple[Tensor, QueryKeyValue]:
     """The network of the layer before, then the attention of the next: the last network is left to the heads."""
-    return attention(hidden if feed_forward is None else feed_forward(hidden), key_mask, joined)
+    return attention(hidden if feed_forward is None else feed_forward(hidden), key_mask, joined, read)
+
+
+def _read_positions(masked_positions: Tensor, rows: int, length: int, most_masked: int | None) -> tuple[Tensor, Tensor]:
+    """What the heads read: of each row the first position and the masked ones, filled up with the first, [B, R]; and
+    where in the flattened [B * R] the masked ones are, [M]. All int64."""
+    row = masked_positions // length
+    row_numbers = torch.arange(rows, device=row.device)
+    if most_masked is None:
+        most_masked = int((row == row_numbers[:, None]).sum(1).max())
+    place = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row_numbers)[row] + 1
+    read = (row_numbers * length)[:, None].repeat(1, most_masked + 1)
+    read[row, place] = masked_positions
+    return read, row * read.shape[1] + place
 
 
 class PretrainingLosses(NamedTuple):

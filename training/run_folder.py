@@ -51,6 +51,11 @@ def check_data(config: Config, dataset: Dataset) -> None:
             f"{dataset.folder} was prepared with data.{key} {made.get(key)!r}, the config says {wanted[key]!r}: "
             "run python -m data_prep, or name another data.output"
         )
+    check_examples(dataset)
+
+
+def check_examples(dataset: Dataset) -> None:
+    """Refuse data without examples to train or to evaluate on."""
     for split in ("train", "validation"):
         if not sum(shard["rows"] for shard in dataset.manifest["shards"] if shard["split"] == split):
             raise ConfigError(

@@ -101,6 +101,20 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("positions", [[], [0], [13, 17, 19, 20, 59], range(20, 40), range(60)])
+@pytest.mark.parametrize("spare", [None, 0, 3])
+def test_the_heads_read_what_the_encoder_makes_wherever_tokens_are_masked(positions, spare):
+    model = small_albert(SMALL)
+    inputs = batch([20, 20, 20])
+    inputs["masked_positions"] = masked = torch.tensor(positions, dtype=torch.long)
+    most_masked = None if spare is None else int(torch.bincount(masked // 20, minlength=3).max()) + spare
+    mlm_logits, sentence_logits = model(**inputs, most_masked=most_masked)
+    hidden = model.encode(inputs["input_ids"], inputs["token_type_ids"], inputs["lengths"])
+    table = model.embeddings.word_embeddings.weight
+    assert_close(mlm_logits, model.mlm_head(hidden.flatten(0, 1)[masked], table))
+    assert_close(sentence_logits, model.sentence_head(model.pool(hidden)))
+
+
 @pytest.mark.parametrize("lengths", [[20, 20, 20], [20, 7, 13]], ids=["full", "padded"])
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu"])
 @pytest.mark.parametrize("groups", [1, 2])
