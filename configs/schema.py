@@ -88,15 +88,16 @@ def language_code(code: str) -> str:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bools(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name].annotation
         # Python takes them for the numbers 1 and 0.
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise ValueError(f"takes no {str(value).lower()}")
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and bool not in (annotation, *get_args(annotation)):
+                raise ValueError(f"takes no {str(item).lower()}")
         return value
 
 
@@ -224,13 +225,17 @@ class OptimizerConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-6
-    bias_correction: bool = False
-    clamp: tuple[float, float] | None = Field(None, description="bounds of LAMB's trust ratio")
+    bias_correction: bool = Field(False, description="LAMB's; AdamW always has it")
+    clamp: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
+        None, description="bounds of LAMB's trust ratio"
+    )
 
     @model_validator(mode="after")
     def _check_clamp(self) -> Self:
         if self.clamp is not None and not 0 <= self.clamp[0] <= self.clamp[1]:
             raise ValueError(f"clamp {list(self.clamp)} must be [lowest, highest] trust ratio")
+        if self.clamp is not None and self.name != "lamb":
+            raise ValueError(f"clamp bounds LAMB's trust ratio, which {self.name} has not: leave it out")
         return self
 
 
@@ -241,7 +246,7 @@ class EvaluateConfig(Section):
 
 class CheckpointConfig(Section):
     every: PositiveInt = 1000
-    keep: PositiveInt = 3
+    keep: PositiveInt = Field(3, description="the newest so many, and up to two that a rollback would go back to")
 
 
 class DivergenceConfig(Section):
@@ -276,7 +281,7 @@ class TrainingConfig(Section):
     steps: PositiveInt = 125_000
     stop_after: PositiveInt | None = None
     warmup_steps: NonNegativeInt = 3125
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = PUBLISHED_LEARNING_RATE
+    learning_rate: Annotated[float, Field(gt=0)] = PUBLISHED_LEARNING_RATE
     scale_from_batch: PositiveInt | None = Field(
         None,
         description="the batch size that learning_rate, steps and warmup_steps are meant for: they are converted to "

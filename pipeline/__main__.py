@@ -69,7 +69,8 @@ def evaluate(
     run: Annotated[str, typer.Argument(help="a run's folder, such as runs/demo: its newest complete checkpoint")],
     checkpoint: Annotated[str | None, typer.Option(help="another checkpoint than the newest, by its folder")] = None,
     data: Annotated[
-        str | None, typer.Option(help="a data folder with the same vocabulary, instead of the run's")
+        str | None,
+        typer.Option(help="a data folder with the same vocabulary and sentence objective, instead of the run's"),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="evaluate on so many global batches only")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,

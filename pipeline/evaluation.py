@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from configs.schema import ConfigError, validate_config
+from configs.schema import Config, ConfigError, DataConfig, resolved, validate_config
 from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
 from training.batches import Batches, MicroBatch
 from training.checkpoint import opened
 from training.evaluate import summed_losses, unigram_cross_entropy, validation_metrics
 from training.model import Albert, PretrainingLosses, pretraining_losses
-from training.run_folder import check_data
+from training.run_folder import check_data, check_examples
 from training.schedule import num_layers_at
 
 MICRO_BATCH_TOKENS = 16384
@@ -29,14 +29,19 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     """
     checkpoint = opened(path)
     config = validate_config(checkpoint.state["config"], source=str(checkpoint.path))
+    objective = config.data.sentence_objective
     dataset = Dataset.open(data or config.data.output)
     if dataset.manifest["vocabulary"]["digest"] != checkpoint.state["data"]["vocabulary"]:
         raise ConfigError(f"{dataset.folder} has another vocabulary than {checkpoint.path} was trained with")
-    check_data(config, dataset)
+    data_config = config.data
+    if data:
+        data_config = _settings_on(dataset, config)
+        check_examples(dataset)
+    else:
+        check_data(config, dataset)
     dataset = dataset.at_hand(config.data.cache, console.print)
     vocabulary = Vocabulary.load(dataset.vocabulary_path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    objective = config.data.sentence_objective
     model = Albert(config.model, vocabulary.size, objective != "none")
     model.load_state_dict(checkpoint.weights())
     model.to(device).eval()
@@ -57,9 +62,9 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
         return pretraining_losses(logits, batch.mlm_labels, sentence_logits, batch.sentence_labels)
 
     size = config.training.global_batch_size
-    tokens = max(MICRO_BATCH_TOKENS, config.data.max_length)
+    tokens = max(MICRO_BATCH_TOKENS, data_config.max_length)
     validation_split = dataset.split("validation")
-    validation = Batches(validation_split, vocabulary.word_starts, config.data, 0, size, tokens, 0, 1, fixed=True)
+    validation = Batches(validation_split, vocabulary.word_starts, data_config, 0, size, tokens, 0, 1, fixed=True)
     total = min(-(-validation_split.rows // size), batches or validation_split.rows)
     evaluated = track(validation.one_pass(batches), "evaluating", total=total, console=console)
     sums = summed_losses(losses, evaluated, device)
@@ -76,6 +81,29 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
             dataset.split("train"), validation.one_pass(batches), vocabulary.size
         ),
     }
+
+
+def _settings_on(dataset: Dataset, config: Config) -> DataConfig:
+    """The settings of the run with `config` on another data set than its own: those that shaped the examples are the
+    data set's; masks are drawn as in the run, unless the data set holds some. Raises `ConfigError`."""
+    made, run = dataset.manifest["config"], config.data
+    if made["sentence_objective"] != run.sentence_objective:
+        raise ConfigError(
+            f"{dataset.folder} was prepared with data.sentence_objective {made['sentence_objective']}, the run learnt "
+            f"{run.sentence_objective}: prepare the text with that"
+        )
+    if made["max_length"] > config.model.max_position_embeddings:
+        raise ConfigError(
+            f"{dataset.folder} has examples of up to {made['max_length']} tokens, the model has "
+            f"{config.model.max_position_embeddings} positions: prepare the text with a lower data.max_length"
+        )
+    masking = made["masking"]
+    if masking["mode"] == "dynamic":
+        masking = {**resolved(run)["masking"], "mode": "dynamic", "copies": 1}
+        if made["max_length"] != run.max_length:
+            masking["max_predictions"] = None
+    settings = {**resolved(run), "max_length": made["max_length"], "masking": masking, "resample_order": None}
+    return DataConfig.model_validate(settings)
 
 
 def print_evaluation(figures: dict, console: Console) -> None:

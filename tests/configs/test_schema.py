@@ -11,6 +11,7 @@ from configs.schema import (
     DataConfig,
     absolute_path,
     fingerprint,
+    flat,
     load_config,
     resolved,
     validate_config,
@@ -93,6 +94,23 @@ def test_true_and_false_are_no_numbers(config_file, key):
     assert f"{key}: takes no false" in refusal(f"{key}=false", path=config_file)
 
 
+def test_true_is_no_number_in_a_list_either(config_file):
+    assert "clamp: takes no true" in refusal("training.optimizer.clamp=[true, 2]", path=config_file)
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_every_number_is_finite(config_file, value):
+    keys = [key for key, number in flat(resolved(load_config(config_file))).items() if isinstance(number, float)]
+    assert "training.optimizer.eps" in keys and "training.gradient_clipping" in keys
+    for key in keys:
+        assert f"{key}: " in refusal(f"{key}={value}", path=config_file)
+
+
+def test_a_clamp_is_refused_where_there_is_no_trust_ratio(config_file):
+    message = refusal("training.optimizer={name: adamw, clamp: [0, 10]}", path=config_file)
+    assert "clamp bounds LAMB's trust ratio, which adamw has not: leave it out" in message
+
+
 def test_missing_sections_are_named(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     message = refusal(path=tmp_path / "empty.yaml")
@@ -122,6 +140,7 @@ def test_missing_sections_are_named(tmp_path):
             ("adamw", 1e-6),
         ),
         ("training.optimizer.clamp=[0.01, 10]", lambda c: c.training.optimizer.clamp, (0.01, 10.0)),
+        ("training.optimizer.clamp=[0.01, .inf]", lambda c: c.training.optimizer.clamp, (0.01, float("inf"))),
         (
             "training.deepspeed={zero_optimization: {overlap_comm: true}}",
             lambda c: c.training.deepspeed,

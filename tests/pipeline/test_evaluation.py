@@ -5,6 +5,7 @@ import shutil
 import pytest
 from rich.console import Console
 
+from configs.schema import ConfigError
 from pipeline.evaluation import evaluate_checkpoint
 from tests.small_run import launched, run, settings
 
@@ -61,6 +62,44 @@ def test_another_checkpoint_can_be_named_and_is_shown_as_a_table(trained):
     assert str(path) in result.stdout.replace("\n", "")
     assert "sop accuracy" in result.stdout
     assert "±" in result.stdout
+
+
+def test_a_checkpoint_is_evaluated_on_data_that_was_prepared_otherwise(trained, small_data, tmp_path):
+    prepared = settings(
+        small_data,
+        data__output=f"{tmp_path}/data",
+        data__vocab=f"{{size: 250, model: {small_data}/data/spiece.model}}",
+        data__max_length="32",
+        data__shards="1",
+        data__validation_fraction="0.3",
+        data__masking="{mode: static, copies: 1, probability: 0.2}",
+    )
+    result = run("-m", "data_prep", *prepared)
+    assert result.returncode == 0, result.stderr
+    figures = evaluate_checkpoint(trained, f"{tmp_path}/data", None, Console(quiet=True))
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    rows = sum(shard["rows"] for shard in manifest["shards"] if shard["split"] == "validation")
+    assert figures["examples"] == rows
+    # Of examples shorter than the run's, more of which is masked than in the run.
+    own = evaluate_checkpoint(trained, None, None, Console(quiet=True))
+    assert figures["masked_tokens"] / rows < own["masked_tokens"] / own["examples"]
+    assert 3 < figures["mlm_loss"] < figures["unigram_cross_entropy"] + 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sentence_objective", "nsp", "was prepared with data.sentence_objective nsp, the run learnt sop"),
+        ("max_length", 65, "has examples of up to 65 tokens, the model has 64 positions"),
+    ],
+)
+def test_data_that_the_model_cannot_read_is_refused(trained, small_data, tmp_path, key, value, message):
+    shutil.copytree(small_data / "data", tmp_path / "data")
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    manifest["config"][key] = value
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=message):
+        evaluate_checkpoint(trained, f"{tmp_path}/data", None, Console(quiet=True))
 
 
 @pytest.mark.parametrize(
