@@ -174,7 +174,7 @@ class _Ours:
         training = self._training
         rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
         num_layers = num_layers_at(step, training.depth_schedule, self._layers)
-        self._engine.train_step(step, batch, batch.masked, rate, stop=False, num_layers=num_layers)
+        self._engine.train_step(step, batch, batch.masked, rate, num_layers)
         self._trained_layers = num_layers
 
     def validation_loss(self, batches: list[RankBatch]) -> float:

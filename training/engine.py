@@ -6,9 +6,9 @@ Weights and moments come out, and go in, as whole tensors by name: alike at ever
 import math
 import os
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,12 @@ from training.model import Albert, PretrainingLosses, pretraining_losses
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed's dynamic loss scaler remembers."""
+SECONDS_TO_FINISH_A_STEP = 10.0
+"""What a step may still take when the run is told to stop; a longer one is given up."""
+
+
+class StoppedError(Exception):
+    """A step or an evaluation was given up, on all ranks, because one of them was told to stop."""
 
 
 def join_processes() -> tuple[int, int]:
@@ -37,7 +43,7 @@ def join_processes() -> tuple[int, int]:
             free.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_of_node()))
 
     import deepspeed
 
@@ -48,6 +54,11 @@ def join_processes() -> tuple[int, int]:
     # Before the first collective: NCCL takes tensors from a process's own GPU alone.
     deepspeed.accelerator.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     return dist.get_rank(), dist.get_world_size()
+
+
+def _processes_of_node() -> int:
+    """As DeepSpeed's launcher says, or torchrun."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def deepspeed_config(training: TrainingConfig) -> dict:
@@ -183,7 +194,7 @@ class Engine:
 
     def count_masked(self, batch: RankBatch) -> "PendingCount":
         """The tokens masked in the whole global batch, summed over the ranks while other work goes on."""
-        return PendingCount(torch.tensor([batch.masked], dtype=torch.int64, device=self.device))
+        return self._count(batch.masked)
 
     def train_step(
         self,
@@ -191,21 +202,26 @@ class Engine:
         batch: RankBatch,
         masked: int,
         learning_rate: float,
-        stop: bool,
         num_layers: int | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[LossSums, bool]:
         """Optimizer step number `step` (from 0) on a global batch with `masked` tokens masked, through `num_layers`
-        (default: all); `stop` asks all ranks to end after it.
+        (default: all).
 
-        Returns the losses before the step, and whether any rank asked to stop.
+        Returns the losses before the step, and whether any rank `should_stop` after it. Raises `StoppedError`, and has
+        learnt nothing, where one should and the step would take more than `SECONDS_TO_FINISH_A_STEP` to its end.
         """
         self._engine.train()
         self.set_learning_rate(learning_rate)
         sums = torch.zeros(5, device=self.device)
-        sums[4] = stop
         last = len(batch.micro_batches) - 1
         world_size = dist.get_world_size()
+        begin = time.monotonic()
+        given_up = None
         for number, micro_batch in enumerate(batch.micro_batches):
+            # Counted while the micro-batch before was worked on.
+            if given_up is not None and given_up.value():
+                raise StoppedError
             if self._has_dropout:
                 torch.manual_seed(digest64(self._seed, "dropout", step, number, dist.get_rank()))
             self._engine.set_gradient_accumulation_boundary(number == last)
@@ -214,20 +230,38 @@ class Engine:
             # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
             self._engine.backward(loss * world_size, scale_wrt_gas=False)
             sums[:4] += torch.stack(losses).detach()
+            if number < last:
+                left = (time.monotonic() - begin) / (number + 1) * (last - number)
+                given_up = self._count(should_stop() and left > SECONDS_TO_FINISH_A_STEP)
         if not self._zero_stage:
             self._measure_and_clip()
         self._engine.step()
         if self._zero_stage:
             self.gradient_norm = float(self._engine.get_global_grad_norm())
+        sums[4] = should_stop()
         dist.all_reduce(sums)
         mlm_loss, mlm_correct, sentence_loss, sentence_correct, stops = sums.tolist()
         total = LossSums(mlm_loss, mlm_correct, masked, sentence_loss, sentence_correct, batch.examples)
         return total, stops > 0
 
-    def evaluate(self, batches: Iterable[RankBatch], num_layers: int | None = None) -> LossSums:
-        """Losses summed over `batches` without learning from them, through `num_layers` (default: all)."""
+    def evaluate(
+        self,
+        batches: Iterable[RankBatch],
+        num_layers: int | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> LossSums:
+        """Losses summed over `batches` without learning from them, through `num_layers` (default: all).
+
+        Raises `StoppedError` as soon as any rank `should_stop`.
+        """
         self._engine.eval()
-        return summed_losses(partial(self._losses, num_layers=num_layers), batches, self.device)
+
+        def losses(micro_batch: MicroBatch) -> PretrainingLosses:
+            if self._count(should_stop()).value():
+                raise StoppedError
+            return self._losses(micro_batch, num_layers)
+
+        return summed_losses(losses, batches, self.device)
 
     def gathered_state(self) -> State:
         """The whole weights and moments; every rank must call, rank 0 gets them and the others nothing."""
@@ -253,6 +287,9 @@ class Engine:
         )
         if 0 < self._clipping < self.gradient_norm:
             torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
+
+    def _count(self, here: int) -> "PendingCount":
+        return PendingCount(torch.tensor([here], dtype=torch.int64, device=self.device))
 
     def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)

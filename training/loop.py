@@ -11,7 +11,7 @@ from configs.schema import Config
 from training.batches import Batches, RankBatch
 from training.checkpoint import CheckpointWriter
 from training.divergence import DivergedError, DivergenceWatch, Event, not_finite, overflowed
-from training.engine import Engine
+from training.engine import Engine, StoppedError
 from training.evaluate import LossSums, validation_metrics
 from training.schedule import learning_rate_at, num_layers_at
 from training.tracking import EventsFile, MetricsFile
@@ -22,7 +22,7 @@ LOWEST_LOSS_SCALE = "loss scale already at minimum"
 
 
 class StopRequest:
-    """Set by SIGTERM or Ctrl-C: all ranks finish the step they are in, save, and end."""
+    """Set by SIGTERM or Ctrl-C: all ranks finish the step they are in, unless it is a long one, save, and end."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -90,7 +90,7 @@ def train(
     last_step = min(training.steps, training.stop_after or training.steps)
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
     peak = training.learning_rate * progress.rate_factor
-    stopping = False
+    stopping, saved = False, progress.step
     depths = (training.depth_schedule, config.model.num_hidden_layers)
     offset = progress.batch_offset
     with closing(batches.prefetched(progress.step + offset, last_step + offset)) as prefetched:
@@ -108,7 +108,14 @@ def train(
                 # A deeper model starts with a higher loss.
                 watch.forget_level()
             try:
-                sums, stopping = engine.train_step(progress.step, batch, masked, rate, stop.requested, num_layers)
+                sums, stopping = engine.train_step(
+                    progress.step, batch, masked, rate, num_layers, lambda: stop.requested
+                )
+            except StoppedError:
+                stopping = True
+                if progress.step > saved:
+                    _save(engine, recorder, progress, watch)
+                break
             except Exception as error:
                 if LOWEST_LOSS_SCALE not in str(error):
                     raise
@@ -130,9 +137,15 @@ def train(
             ending = stopping or progress.step == last_step
             # Whoever is told to stop has no time to evaluate.
             if not stopping and (progress.step % training.evaluate.every == 0 or ending):
-                evaluated = engine.evaluate(validation.one_pass(training.evaluate.batches), num_layers)
-                values |= validation_metrics(evaluated, config.data.sentence_objective)
-                values["validation/unigram_cross_entropy"] = unigram_cross_entropy
+                try:
+                    evaluated = engine.evaluate(
+                        validation.one_pass(training.evaluate.batches), num_layers, lambda: stop.requested
+                    )
+                    values |= validation_metrics(evaluated, config.data.sentence_objective)
+                    values["validation/unigram_cross_entropy"] = unigram_cross_entropy
+                except StoppedError:
+                    stopping = progress.step < last_step
+                    ending = True
             if recorder is not None:
                 recorder.metrics.append(progress.step, progress.tokens, values)
                 report.step(values, batch.tokens)
@@ -141,6 +154,7 @@ def train(
                     recorder.events.append({**asdict(event), "action": "warn"})
             if progress.step % training.checkpoint.every == 0 or ending:
                 _save(engine, recorder, progress, watch)
+                saved = progress.step
             if stopping:
                 break
             batch = following

@@ -124,7 +124,7 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         del engine
         gc.collect()
     if rank == 0:
-        state = "stopped, saved" if stopped else "finished"
+        state = "finished" if not stopped else "stopped, saved" if progress.step else "stopped, nothing to save"
         print(f"training: {folder.path} {state} at step {progress.step:,}", flush=True)
     dist.destroy_process_group()
 

@@ -2,14 +2,16 @@
 
     curve_cases.py DATA CASES OUTPUT
 
-A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms}}, and `<name>.safetensors` beside
-it the final weights.
+A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up}}, and beside it the final
+weights as `<name>.safetensors`. Before a restart the last rank wants to stop in the middle of a step, which is given up
+where it has several micro-batches.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 from safetensors.torch import save_file
 
@@ -18,7 +20,7 @@ from data_prep.shards import Dataset
 from data_prep.vocabulary import Vocabulary
 from tests.small_run import ROOT, small_overrides
 from training.batches import Batches
-from training.engine import Engine, Resumed, join_processes
+from training.engine import Engine, Resumed, StoppedError, join_processes
 from training.schedule import learning_rate_at, num_layers_at
 
 STEPS = 30
@@ -44,28 +46,39 @@ def main() -> None:
             world_size,
         )
         engine = Engine(config, vocabulary.size)
-        losses, norms = [], []
+        losses, norms, given_up = [], [], False
         for step in range(STEPS):
-            if step == case.get("restart_at"):
-                # On other ranks the state is empty, so each reads what rank 0 wrote, as from a checkpoint.
-                state = engine.gathered_state()
-                folder = Path(output).parent / f"{case['name']}-restart"
-                engine = _restarted(config, vocabulary.size, state, step, folder, rank)
             batch = batches.epoch_batch(step)
             masked = engine.count_masked(batch).value()
             rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
             num_layers = num_layers_at(step, training.depth_schedule, config.model.num_hidden_layers)
-            sums, _ = engine.train_step(step, batch, masked, rate, stop=False, num_layers=num_layers)
+            if step == case.get("restart_at"):
+                if len(batch.micro_batches) > 1:
+                    given_up = _gives_up(engine, step, batch, masked, rate, num_layers, rank == world_size - 1)
+                # On other ranks the state is empty, so each reads what rank 0 wrote, as from a checkpoint.
+                state = engine.gathered_state()
+                folder = Path(output).parent / f"{case['name']}-restart"
+                engine = _restarted(config, vocabulary.size, state, step, folder, rank)
+            sums, _ = engine.train_step(step, batch, masked, rate, num_layers)
             losses.append(sums.mean_mlm_loss + sums.mean_sentence_loss)
             norms.append(engine.gradient_norm)
         weights = engine.gathered_state().weights
         if rank == 0:
             save_file(weights, Path(output).with_name(f"{case['name']}.safetensors"))
-        results[case["name"]] = {"losses": losses, "gradient_norms": norms}
+        results[case["name"]] = {"losses": losses, "gradient_norms": norms, "given_up": given_up}
     if rank == 0:
         Path(output).write_text(json.dumps(results))
     # gloo's threads may abort a process that ends in the ordinary way.
     os._exit(0)
+
+
+def _gives_up(engine, step, batch, masked, rate, num_layers, told_to_stop) -> bool:
+    with mock.patch("training.engine.SECONDS_TO_FINISH_A_STEP", -1.0):
+        try:
+            engine.train_step(step, batch, masked, rate, num_layers, lambda: told_to_stop)
+        except StoppedError:
+            return True
+    return False
 
 
 def _restarted(config, vocabulary_size, state, step, folder, rank) -> Engine:

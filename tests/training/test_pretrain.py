@@ -9,12 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.schema import load_config
 from tests.small_run import ROOT, launched, run, settings
+from training.divergence import DivergenceWatch
+from training.engine import StoppedError
+from training.evaluate import LossSums
+from training.loop import Progress, Recorder, train
 
 
 def two_processes(*arguments: str) -> list[str]:
@@ -202,6 +208,73 @@ def test_sigterm_to_one_process_saves_and_ends_all_and_the_run_goes_on_from_ther
     assert list(found) == list(range(1, 26))
     for step in found:
         assert found[step] == pytest.approx(expected[step], rel=1e-4), step
+
+
+@pytest.mark.matrix
+def test_sigterm_within_a_long_step_ends_the_run_without_it_and_the_run_starts_anew(workspace):
+    folder = workspace("long_steps")
+    # Thousands of micro-batches.
+    long_steps = settings(folder, training__global_batch_size="12000", training__micro_batch_tokens="64")
+    process = subprocess.Popen(
+        two_processes(*long_steps), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while "12,000 examples" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(4)
+    begin = time.monotonic()
+    os.kill(rank_of(ranks_of(folder), 1), signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert time.monotonic() - begin < 15
+    assert "stopped, nothing to save at step 0" in output and "Traceback" not in output
+    assert not list((folder / "run").glob("checkpoints/step-*"))
+    again = run("-m", "training.pretrain", *long_steps, "--set", "training.global_batch_size=24")
+    assert "training.global_batch_size (12000 -> 24)" in again.stderr
+
+
+@pytest.mark.parametrize("stopped_in", ["step", "evaluation"])
+def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_step_once(stopped_in):
+    sums = LossSums(50.0, 1.0, 10, 1.0, 1.0, 2)
+    saved, metrics = [], []
+
+    def train_step(step, *_):
+        if (step, stopped_in) == (7, "step"):
+            raise StoppedError
+        return sums, False
+
+    def evaluate(*_):
+        if stopped_in == "evaluation":
+            raise StoppedError
+        return sums
+
+    engine = SimpleNamespace(
+        train_step=train_step,
+        evaluate=evaluate,
+        count_masked=lambda _: SimpleNamespace(value=lambda: 10),
+        gradient_norm=1.0,
+        gathered_state=lambda: SimpleNamespace(weights={}, moments={}),
+        loss_scale=dict,
+    )
+    batch = SimpleNamespace(tokens=20, padded_tokens=24)
+    batches = SimpleNamespace(
+        prefetched=lambda first, last: (batch for _ in range(first, last)), one_pass=lambda batches: iter(())
+    )
+    recorder = Recorder(
+        SimpleNamespace(append=lambda step, tokens, values: metrics.append(step)),
+        None,
+        SimpleNamespace(write=lambda step, *_: saved.append(step), wait=lambda: None),
+        lambda progress: {},
+    )
+    every = "{every: 7}"
+    overrides = [f"training.checkpoint={every}"] if stopped_in == "step" else ["training.checkpoint={every: 5}"]
+    config = load_config(ROOT / "configs" / "demo.yaml", [*overrides, f"training.evaluate={every}"])
+    progress = Progress(step=2)
+    stop = SimpleNamespace(requested=True)
+    watch = DivergenceWatch(6.0, 10, 1000)
+    assert train(config, engine, batches, batches, progress, stop, recorder, watch, 6.0)
+    assert progress.step == 7
+    assert metrics == [3, 4, 5, 6, 7]
+    assert saved == ([7] if stopped_in == "step" else [5, 7])
 
 
 @pytest.mark.parametrize(
