@@ -22,10 +22,12 @@ class Partition:
         return [part[inside] for inside, _ in self._spans(dist.get_rank(), part.numel())]
 
     def whole(self, part: Tensor) -> list[Tensor]:
-        """The whole tensors, flat, from the parts of all ranks, which must all call."""
+        """The whole tensors, flat, from the parts of all ranks, which must all call; only rank 0 gets them."""
         part = _communicable(part)
-        parts = part.new_empty(dist.get_world_size(), part.numel())
-        dist.all_gather_into_tensor(parts.view(-1), part)
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        dist.gather(part, parts)
+        if parts is None:
+            return []
         tensors = [part.new_empty(size) for size in self._sizes]
         for rank, rank_part in enumerate(parts):
             for tensor, (inside, of_tensor) in zip(tensors, self._spans(rank, part.numel()), strict=True):

@@ -202,9 +202,12 @@ def train_parts(rank: int, world_size: int, port: int, folder: str) -> None:
         whole = {}
         for group, part in zip(optimizer.param_groups, parts, strict=True):
             partition = group["partition"]
-            whole |= dict(zip(group["names"], partition.whole(part), strict=True))
+            gathered = [partition.whole(part)]
+            assert len(gathered[0]) == (len(group["names"]) if rank == 0 else 0)
+            dist.broadcast_object_list(gathered)
+            whole |= dict(zip(group["names"], gathered[0], strict=True))
             dealt = torch.full_like(part, torch.nan)
-            partition.deal(partition.whole(part), dealt)
+            partition.deal(gathered[0], dealt)
             assert torch.equal(dealt, part) or torch.equal(dealt.nan_to_num(7), part.nan_to_num(7))
         if rank == 0:
             torch.save([whole[name] for name in by_name], Path(folder) / f"{zero_stage}.pt")

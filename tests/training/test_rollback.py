@@ -181,6 +181,23 @@ def test_rollbacks_lower_the_rate_and_pass_over_batches_again_until_there_have_b
     assert "rolling back did not help (times: 2)" in only_error(again)
 
 
+@pytest.mark.matrix
+def test_a_rollback_to_the_start_goes_back_to_the_weights_of_init_from(workspace):
+    folder = workspace("given")
+    source = {"training__output": f"{folder}/source", "training__learning_rate": "0.01", "training__warmup_steps": "4"}
+    assert trained(folder, **source).returncode == 0
+    learnt = [line["train/mlm_loss"] for line in lines(folder / "source" / "metrics.jsonl")]
+    assert learnt[-1] < learnt[0] - 0.2
+    given = {"training__init_from": f"{folder}/source", "training__checkpoint__every": "1000"}
+    result = trained(folder, **given, **ROLLBACK)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "back to step 0 at 0.02 times the rate" in result.stdout
+    first, *_ = lines(folder / "run" / "metrics.jsonl")
+    assert first["step"] == 1
+    assert first["train/mlm_loss"] == pytest.approx(learnt[-1], abs=0.1)
+    assert course(folder, 60)["rollbacks"][0]["to_step"] == 0
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_rate_and_examples(workspace):
     folder = workspace("infinite")
     overrides = {
