@@ -8,6 +8,7 @@ two take turns, and medians are compared.
 """
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -294,12 +295,14 @@ def training_flops(config: Config, vocabulary_size: int, batch: MicroBatch) -> i
     size, inner, embedding = model.hidden_size, model.intermediate_size, model.embedding_size
     rows, length = batch.input_ids.shape
     tokens, masked = rows * length, len(batch.masked_positions)
-    asking = size * (2 * size + 2 * length)
-    answering = 2 * size * size
+    query_and_output = size * (2 * size + 2 * length)
+    key_and_value = 2 * size * size
     feed_forward = 2 * size * inner
-    products = (model.num_hidden_layers - 1) * tokens * (asking + answering + feed_forward)
-    # In the last layer only what the heads read asks, and passes through the feed-forward network.
-    products += rows * (batch.most_masked + 1) * asking + tokens * answering + (masked + rows) * feed_forward
+    products = (model.num_hidden_layers - 1) * tokens * (query_and_output + key_and_value + feed_forward)
+    # In the last layer only what the heads read makes queries and passes through the feed-forward network.
+    products += (
+        rows * (batch.most_masked + 1) * query_and_output + tokens * key_and_value + (masked + rows) * feed_forward
+    )
     products += tokens * embedding * size + masked * embedding * (size + vocabulary_size) + rows * size * size
     return 3 * 2 * products
 
@@ -325,6 +328,7 @@ def _compare_processes(config: Config, folder: Path) -> None:
 
 
 def _trained_rate(config: Config, output: Path, processes: int) -> float:
+    shutil.rmtree(output, ignore_errors=True)
     overrides = [
         f"training.output={output}",
         "training.global_batch_size=16",

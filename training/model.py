@@ -3,8 +3,9 @@
 Embeddings of width E are projected to the hidden width H; post-LN transformer layers follow, whose attention and
 feed-forward weights are each shared by all layers of a hidden group, or not shared, as `ModelConfig.share` says.
 Query, key and value are separate tensors, for LAMB gives each its own trust ratio, and are joined for one matrix
-product, once a forward pass. In the last layer only positions that a head reads, the masked and the first ones, ask and
-pass through the feed-forward network; only masked ones through the MLM head, whose output matrix is the word table.
+product, once a forward pass. In the last layer only positions that a head reads, the masked and the first ones, make
+queries and pass through the feed-forward network; only masked ones through the MLM head, whose output matrix is the
+word table.
 """
 
 from functools import partial
@@ -75,15 +76,15 @@ class Attention(nn.Module):
             joined = weight, torch.cat((self.query_bias, self.key_bias, self.value_bias))
         weight, bias = joined
         if read is None:
-            asking = hidden
+            residual = hidden
             query, key, value = self._heads(F.linear(hidden, weight, bias))
         else:
-            asking = hidden.flatten(0, 1).index_select(0, read.flatten()).view(*read.shape, size)
-            (query,) = self._heads(F.linear(asking, weight[:size], bias[:size]))
+            residual = hidden.flatten(0, 1).index_select(0, read.flatten()).view(*read.shape, size)
+            (query,) = self._heads(F.linear(residual, weight[:size], bias[:size]))
             key, value = self._heads(F.linear(hidden, weight[size:], bias[size:]))
         context = attend(query, key, value, key_mask, self.dropout_probability if self.training else 0.0)
-        context = context.transpose(1, 2).reshape(asking.shape)
-        return self.layer_norm(asking + self.dropout(self.output(context))), joined
+        context = context.transpose(1, 2).reshape(residual.shape)
+        return self.layer_norm(residual + self.dropout(self.output(context))), joined
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
         """[B, L, n * H] -> n of [B, heads, L, H / heads]."""
@@ -231,8 +232,8 @@ class Albert(nn.Module):
             if layer < self.activation_checkpointing:
                 # Re-entrant checkpointing reduces the gradient of a shared layer more than once under ZeRO 2 and 3.
                 block = partial(checkpoint, block, use_reentrant=False)
-            asking = read if layer == depth - 1 else None
-            hidden, joined[attention] = block(hidden, key_mask, joined.get(attention), asking)
+            read_here = read if layer == depth - 1 else None
+            hidden, joined[attention] = block(hidden, key_mask, joined.get(attention), read_here)
             feed_forward = next_feed_forward
         return hidden, feed_forward
 
