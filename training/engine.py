@@ -219,9 +219,12 @@ class Engine:
         begin = time.monotonic()
         given_up = None
         for number, micro_batch in enumerate(batch.micro_batches):
-            # Counted while the micro-batch before was worked on.
+            # Counted since before the last micro-batch, so that there is nothing to wait for.
             if given_up is not None and given_up.value():
                 raise StoppedError
+            if number:
+                left = (time.monotonic() - begin) / number * (len(batch.micro_batches) - number)
+                given_up = self._count(should_stop() and left > SECONDS_TO_FINISH_A_STEP)
             if self._has_dropout:
                 torch.manual_seed(digest64(self._seed, "dropout", step, number, dist.get_rank()))
             self._engine.set_gradient_accumulation_boundary(number == last)
@@ -230,9 +233,6 @@ class Engine:
             # DeepSpeed averages gradients over the ranks; ours are parts of a sum.
             self._engine.backward(loss * world_size, scale_wrt_gas=False)
             sums[:4] += torch.stack(losses).detach()
-            if number < last:
-                left = (time.monotonic() - begin) / (number + 1) * (last - number)
-                given_up = self._count(should_stop() and left > SECONDS_TO_FINISH_A_STEP)
         if not self._zero_stage:
             self._measure_and_clip()
         self._engine.step()
@@ -289,7 +289,7 @@ class Engine:
             torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
 
     def _count(self, here: int) -> "PendingCount":
-        return PendingCount(torch.tensor([here], dtype=torch.int64, device=self.device))
+        return PendingCount(here, self.device)
 
     def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)
@@ -398,12 +398,16 @@ def fitted_weights(model: Albert, weights: dict[str, Tensor]) -> dict[str, Tenso
 
 
 class PendingCount:
-    """A count being summed over the ranks."""
+    """A count being summed over the ranks, on a GPU in a stream of its own: else its value waited for all that is
+    queued there."""
 
-    def __init__(self, count: Tensor):
-        self._count = count
-        self._work = dist.all_reduce(count, async_op=True)
+    def __init__(self, here: int, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(self._stream):
+            self._count = torch.full((1,), here, dtype=torch.int64, device=device)
+            self._work = dist.all_reduce(self._count, async_op=True)
 
     def value(self) -> int:
-        self._work.wait()
-        return int(self._count.item())
+        with torch.cuda.stream(self._stream):
+            self._work.wait()
+            return int(self._count.item())

@@ -4,7 +4,7 @@
 
 A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up}}, and beside it the final
 weights as `<name>.safetensors`. Before a restart the last rank wants to stop in the middle of a step, which is given up
-where it has several micro-batches.
+where it has more than two micro-batches.
 """
 
 import json
@@ -53,7 +53,7 @@ def main() -> None:
             rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
             num_layers = num_layers_at(step, training.depth_schedule, config.model.num_hidden_layers)
             if step == case.get("restart_at"):
-                if len(batch.micro_batches) > 1:
+                if len(batch.micro_batches) > 2:
                     given_up = _gives_up(engine, step, batch, masked, rate, num_layers, rank == world_size - 1)
                 # On other ranks the state is empty, so each reads what rank 0 wrote, as from a checkpoint.
                 state = engine.gathered_state()
