@@ -331,8 +331,8 @@ def _trained_rate(config: Config, output: Path, processes: int) -> float:
     shutil.rmtree(output, ignore_errors=True)
     overrides = [
         f"training.output={output}",
-        "training.global_batch_size=16",
-        "training.stop_after=3",
+        "training.global_batch_size=32",
+        "training.stop_after=4",
         "training.learning_rate=0.0001",
         "training.evaluate.batches=1",
         f"training.micro_batch_tokens={config.training.micro_batch_tokens}",
