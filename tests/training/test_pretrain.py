@@ -232,8 +232,13 @@ def test_sigterm_within_a_long_step_ends_the_run_without_it_and_the_run_starts_a
     assert "training.global_batch_size (12000 -> 24)" in again.stderr
 
 
-@pytest.mark.parametrize("stopped_in", ["step", "evaluation"])
-def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_step_once(stopped_in):
+@pytest.mark.parametrize(
+    ("stopped_in", "checkpoint_every", "checkpoints"),
+    [("step", 7, [7]), ("step", 5, [5, 7]), ("evaluation", 5, [5, 7])],
+)
+def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_step_once(
+    stopped_in, checkpoint_every, checkpoints
+):
     sums = LossSums(50.0, 1.0, 10, 1.0, 1.0, 2)
     saved, metrics = [], []
 
@@ -265,16 +270,15 @@ def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_st
         SimpleNamespace(write=lambda step, *_: saved.append(step), wait=lambda: None),
         lambda progress: {},
     )
-    every = "{every: 7}"
-    overrides = [f"training.checkpoint={every}"] if stopped_in == "step" else ["training.checkpoint={every: 5}"]
-    config = load_config(ROOT / "configs" / "demo.yaml", [*overrides, f"training.evaluate={every}"])
+    overrides = [f"training.checkpoint.every={checkpoint_every}", "training.evaluate.every=7"]
+    config = load_config(ROOT / "configs" / "demo.yaml", overrides)
     progress = Progress(step=2)
     stop = SimpleNamespace(requested=True)
     watch = DivergenceWatch(6.0, 10, 1000)
     assert train(config, engine, batches, batches, progress, stop, recorder, watch, 6.0)
     assert progress.step == 7
     assert metrics == [3, 4, 5, 6, 7]
-    assert saved == ([7] if stopped_in == "step" else [5, 7])
+    assert saved == checkpoints
 
 
 @pytest.mark.parametrize(
