@@ -183,8 +183,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened_with_other_processes_an
 
 def test_sigterm_to_one_process_saves_and_ends_all_and_the_run_goes_on_from_there(undisturbed, workspace):
     folder = workspace("stopped")
+    # An evaluation asks by itself whether to stop.
+    without_evaluation = {"training__evaluate__every": "1000"}
     process = subprocess.Popen(
-        two_processes(*settings(folder)),
+        two_processes(*settings(folder, **without_evaluation)),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -202,7 +204,8 @@ def test_sigterm_to_one_process_saves_and_ends_all_and_the_run_goes_on_from_ther
     assert 13 <= stopped_at < 40
     assert (folder / "run" / "checkpoints" / f"step-{stopped_at:08d}" / "COMPLETE").exists()
 
-    again = run("-m", "training.pretrain", *settings(folder, training__stop_after="25", training__zero_stage="0"))
+    other = {"training__stop_after": "25", "training__zero_stage": "0"}
+    again = run("-m", "training.pretrain", *settings(folder, **without_evaluation, **other))
     assert again.returncode == 0, again.stderr
     found, expected = curve(folder), curve(undisturbed)
     assert list(found) == list(range(1, 26))
