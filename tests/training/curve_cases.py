@@ -2,9 +2,9 @@
 
     curve_cases.py DATA CASES OUTPUT
 
-A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up}}, and beside it the final
-weights as `<name>.safetensors`. Before a restart the last rank wants to stop in the middle of a step, which is given up
-where it has more than two micro-batches.
+A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up, compiled_graphs}}, and
+beside it the final weights as `<name>.safetensors`. Before a restart the last rank wants to stop in the middle of a
+step, which is given up where it has more than two micro-batches.
 """
 
 import json
@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 
 from configs.schema import load_config
 from data_prep.shards import Dataset
@@ -46,6 +48,8 @@ def main() -> None:
             world_size,
         )
         engine = Engine(config, vocabulary.size)
+        torch._dynamo.reset()
+        counters.clear()
         losses, norms, given_up = [], [], False
         for step in range(STEPS):
             batch = batches.epoch_batch(step)
@@ -65,7 +69,12 @@ def main() -> None:
         weights = engine.gathered_state().weights
         if rank == 0:
             save_file(weights, Path(output).with_name(f"{case['name']}.safetensors"))
-        results[case["name"]] = {"losses": losses, "gradient_norms": norms, "given_up": given_up}
+        results[case["name"]] = {
+            "losses": losses,
+            "gradient_norms": norms,
+            "given_up": given_up,
+            "compiled_graphs": counters["stats"]["unique_graphs"],
+        }
     if rank == 0:
         Path(output).write_text(json.dumps(results))
     # gloo's threads may abort a process that ends in the ordinary way.
