@@ -4,12 +4,13 @@ import math
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from configs.schema import Config, ConfigError, DataConfig, resolved, validate_config
-from data_prep.shards import Dataset
+from data_prep.shards import MANIFEST, Dataset
 from data_prep.vocabulary import Vocabulary
 from training.batches import Batches, MicroBatch
 from training.checkpoint import opened
@@ -30,11 +31,11 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     checkpoint = opened(path)
     config = validate_config(checkpoint.state["config"], source=str(checkpoint.path))
     objective = config.data.sentence_objective
-    dataset = Dataset.open(data or config.data.output)
+    dataset = Dataset.open(config.data.output if data is None else data)
     if dataset.manifest["vocabulary"]["digest"] != checkpoint.state["data"]["vocabulary"]:
         raise ConfigError(f"{dataset.folder} has another vocabulary than {checkpoint.path} was trained with")
     data_config = config.data
-    if data:
+    if data is not None:
         data_config = _settings_on(dataset, config)
         check_examples(dataset)
     else:
@@ -86,24 +87,31 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
 def _settings_on(dataset: Dataset, config: Config) -> DataConfig:
     """The settings of the run with `config` on another data set than its own: those that shaped the examples are the
     data set's; masks are drawn as in the run, unless the data set holds some. Raises `ConfigError`."""
-    made, run = dataset.manifest["config"], config.data
-    if made["sentence_objective"] != run.sentence_objective:
+    run = config.data
+    shaping = {key: dataset.manifest["config"].get(key) for key in ("sentence_objective", "max_length", "masking")}
+    try:
+        made = DataConfig.model_validate({**resolved(run), **shaping, "resample_order": None})
+    except ValidationError as error:
+        key = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ConfigError(
-            f"{dataset.folder} was prepared with data.sentence_objective {made['sentence_objective']}, the run learnt "
+            f"{dataset.folder / MANIFEST} has no valid data.{key}: prepare the data again (python -m data_prep)"
+        ) from None
+    if made.sentence_objective != run.sentence_objective:
+        raise ConfigError(
+            f"{dataset.folder} was prepared with data.sentence_objective {made.sentence_objective}, the run learnt "
             f"{run.sentence_objective}: prepare the text with that"
         )
-    if made["max_length"] > config.model.max_position_embeddings:
+    if made.max_length > config.model.max_position_embeddings:
         raise ConfigError(
-            f"{dataset.folder} has examples of up to {made['max_length']} tokens, the model has "
+            f"{dataset.folder} has examples of up to {made.max_length} tokens, the model has "
             f"{config.model.max_position_embeddings} positions: prepare the text with a lower data.max_length"
         )
-    masking = made["masking"]
-    if masking["mode"] == "dynamic":
-        masking = {**resolved(run)["masking"], "mode": "dynamic", "copies": 1}
-        if made["max_length"] != run.max_length:
-            masking["max_predictions"] = None
-    settings = {**resolved(run), "max_length": made["max_length"], "masking": masking, "resample_order": None}
-    return DataConfig.model_validate(settings)
+    if made.masking.mode == "static":
+        return made
+    masking = {**resolved(run)["masking"], "mode": "dynamic", "copies": 1}
+    if made.max_length != run.max_length:
+        masking["max_predictions"] = None
+    return DataConfig.model_validate({**resolved(made), "masking": masking})
 
 
 def print_evaluation(figures: dict, console: Console) -> None:

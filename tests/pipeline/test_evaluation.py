@@ -91,6 +91,9 @@ def test_a_checkpoint_is_evaluated_on_data_that_was_prepared_otherwise(trained, 
     [
         ("sentence_objective", "nsp", "was prepared with data.sentence_objective nsp, the run learnt sop"),
         ("max_length", 65, "has examples of up to 65 tokens, the model has 64 positions"),
+        ("max_length", "x", "manifest.json has no valid data.max_length: prepare the data again"),
+        ("masking", None, "manifest.json has no valid data.masking: prepare the data again"),
+        ("masking", {"mode": "static", "probability": 2}, "manifest.json has no valid data.masking.probability"),
     ],
 )
 def test_data_that_the_model_cannot_read_is_refused(trained, small_data, tmp_path, key, value, message):
@@ -104,7 +107,11 @@ def test_data_that_the_model_cannot_read_is_refused(trained, small_data, tmp_pat
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["/nowhere"], "no complete checkpoint"), (["{run}", "--data", "/nowhere"], "no prepared data in /nowhere")],
+    [
+        (["/nowhere"], "no complete checkpoint"),
+        (["{run}", "--data", "/nowhere"], "no prepared data in /nowhere"),
+        (["{run}", "--data", ""], "no prepared data in"),
+    ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(trained, arguments, message):
     result = run("-m", "pipeline", "evaluate", *(argument.format(run=trained) for argument in arguments))
