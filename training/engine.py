@@ -209,7 +209,8 @@ class Engine:
         (default: all).
 
         Returns the losses before the step, and whether any rank `should_stop` after it. Raises `StoppedError`, and has
-        learnt nothing, where one should and the step would take more than `SECONDS_TO_FINISH_A_STEP` to its end.
+        learnt nothing, where one should and the step would take more than `SECONDS_TO_FINISH_A_STEP` to its end. They
+        are asked before each micro-batch but the first, and heard one micro-batch later.
         """
         self._engine.train()
         self.set_learning_rate(learning_rate)

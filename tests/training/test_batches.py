@@ -62,6 +62,9 @@ def test_a_global_batch_is_the_same_examples_masks_and_order_however_it_is_dealt
             assert len({len(part.micro_batches) for part in parts}) == 1
             assert len({(part.examples, part.tokens, part.padded_tokens) for part in parts}) == 1
             assert sum(part.masked for part in parts) == sum(len(masked) for _, masked, _ in whole)
+            for micro_batch in (micro_batch for part in parts for micro_batch in part.micro_batches):
+                most = max((len(masked) for _, masked, _ in restored(micro_batch)), default=0)
+                assert micro_batch.most_masked == most
 
 
 def test_an_epoch_holds_every_example_once_and_epochs_differ(dataset):
