@@ -175,6 +175,8 @@ class Engine:
         self._has_dropout = config.model.hidden_dropout_prob > 0 or config.model.attention_probs_dropout_prob > 0
         self._zero_stage = training.zero_stage
         self._clipping = training.gradient_clipping if _clips_itself(training) else 0.0
+        # A stream of its own for votes: else their values waited for all that is queued on a GPU.
+        self._votes = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._create_moments()
         self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
@@ -290,7 +292,7 @@ class Engine:
             torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
 
     def _count(self, here: int) -> "PendingCount":
-        return PendingCount(here, self.device)
+        return PendingCount(here, self.device, self._votes)
 
     def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)
@@ -399,12 +401,11 @@ def fitted_weights(model: Albert, weights: dict[str, Tensor]) -> dict[str, Tenso
 
 
 class PendingCount:
-    """A count being summed over the ranks, on a GPU in a stream of its own: else its value waited for all that is
-    queued there."""
+    """A count being summed over the ranks, on a GPU in `stream`."""
 
-    def __init__(self, here: int, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with torch.cuda.stream(self._stream):
+    def __init__(self, here: int, device: torch.device, stream: torch.cuda.Stream | None):
+        self._stream = stream
+        with torch.cuda.stream(stream):
             self._count = torch.full((1,), here, dtype=torch.int64, device=device)
             self._work = dist.all_reduce(self._count, async_op=True)
 
