@@ -2,10 +2,12 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from configs.schema import ConfigError
+from data_prep.shards import Dataset
 from pipeline.evaluation import evaluate_checkpoint
 from tests.small_run import launched, run, settings
 
@@ -84,6 +86,25 @@ def test_a_checkpoint_is_evaluated_on_data_that_was_prepared_otherwise(trained, 
     own = evaluate_checkpoint(trained, None, None, Console(quiet=True))
     assert figures["masked_tokens"] / rows < own["masked_tokens"] / own["examples"]
     assert 3 < figures["mlm_loss"] < figures["unigram_cross_entropy"] + 1
+
+
+@pytest.mark.matrix
+def test_examples_longer_than_the_runs_are_masked_in_proportion(small_data, tmp_path):
+    shorter = {
+        "data__output": f"{tmp_path}/data",
+        "data__vocab": f"{{size: 250, model: {small_data}/data/spiece.model}}",
+        "data__max_length": "32",
+        "training__output": f"{tmp_path}/run",
+        "training__stop_after": "1",
+    }
+    for module in ("data_prep", "training.pretrain"):
+        result = run("-m", module, *settings(small_data, **shorter))
+        assert result.returncode == 0, result.stderr
+    split = Dataset.open(small_data / "data").split("validation")
+    lengths = split.lengths(np.arange(split.rows))
+    assert lengths.max() > 40
+    figures = evaluate_checkpoint(tmp_path / "run", f"{small_data}/data", None, Console(quiet=True))
+    assert figures["masked_tokens"] == np.rint(0.15 * lengths).clip(1, 10).sum()
 
 
 @pytest.mark.parametrize(
