@@ -107,7 +107,7 @@ def _run_step(name: str, command: list[str], output: str, console: Console) -> f
         for number, handler in former.items():
             signal.signal(number, handler)
     if interrupted:
-        raise ConfigError(f"{name} was interrupted and saved what it had; the same command goes on from here")
+        raise ConfigError(f"{name} was interrupted; the same command goes on from what it had saved")
     if code:
         raise ConfigError(f"{name} failed (exit code {code}); its messages are above")
     return time.monotonic() - begin

@@ -134,9 +134,11 @@ def check_former_config(config: Config, extend: bool) -> None:
         return
     if changed:
         keys = ", ".join(f"{key} ({old.get(key)!r} -> {new.get(key)!r})" for key in changed[:3])
+        remedy = f"or remove {file.parent}, which has no checkpoint yet"
+        if any((file.parent / CHECKPOINTS).glob("step-*")):
+            remedy = "(training.init_from takes over its weights), or restore them"
         raise ConfigError(
-            f"{file.parent} holds a run with other settings: {keys}: name another training.output "
-            "(training.init_from takes over its weights), or restore them"
+            f"{file.parent} holds a run with other settings: {keys}: name another training.output {remedy}"
         )
 
 

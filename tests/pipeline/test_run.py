@@ -137,7 +137,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_also_where_gpus_are_hidden(fi
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "Traceback" not in output
-    assert output.strip().splitlines()[-1].startswith("error: training was interrupted and saved what it had")
+    assert output.strip().splitlines()[-1].startswith("error: training was interrupted; the same command goes on")
     step = json.loads(path.read_text().splitlines()[-1])["step"]
     assert 5 <= step < 400
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "COMPLETE").exists()

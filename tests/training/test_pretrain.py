@@ -263,6 +263,7 @@ def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_st
         gathered_state=lambda: SimpleNamespace(weights={}, moments={}),
         loss_scale=dict,
     )
+    assert f"or remove {folder}/run, which has no checkpoint yet" in again.stderr
     batch = SimpleNamespace(tokens=20, padded_tokens=24)
     batches = SimpleNamespace(
         prefetched=lambda first, last: (batch for _ in range(first, last)), one_pass=lambda batches: iter(())
