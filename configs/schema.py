@@ -308,6 +308,15 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     deepspeed: dict[str, Any] = Field({}, description="merged into the generated DeepSpeed configuration")
 
+    @property
+    def last_step(self) -> int:
+        """The step after which a run ends."""
+        return min(self.steps, self.stop_after or self.steps)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether a run is evaluated once it has finished `step` steps."""
+        return step % self.evaluate.every == 0 or step == self.last_step
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         self._scale_to_batch()

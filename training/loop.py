@@ -87,7 +87,7 @@ def train(
     the run is to go on.
     """
     training = config.training
-    last_step = min(training.steps, training.stop_after or training.steps)
+    last_step = training.last_step
     report = _Reports(progress, last_step, config.data.sentence_objective) if recorder is not None else None
     peak = training.learning_rate * progress.rate_factor
     stopping, saved = False, progress.step
@@ -135,17 +135,12 @@ def train(
             if event is not None:
                 values["train/divergence"] = 1
             ending = stopping or progress.step == last_step
-            # Whoever is told to stop has no time to evaluate.
-            if not stopping and (progress.step % training.evaluate.every == 0 or ending):
+            # Whoever is told to stop has no time to evaluate: it is made up for when the run goes on.
+            if not stopping and training.evaluates_after(progress.step):
                 try:
-                    evaluated = engine.evaluate(
-                        validation.one_pass(training.evaluate.batches), num_layers, lambda: stop.requested
-                    )
-                    values |= validation_metrics(evaluated, config.data.sentence_objective)
-                    values["validation/unigram_cross_entropy"] = unigram_cross_entropy
+                    values |= evaluated(config, engine, validation, progress.step, stop, unigram_cross_entropy)
                 except StoppedError:
-                    stopping = progress.step < last_step
-                    ending = True
+                    stopping = ending = True
             if recorder is not None:
                 recorder.metrics.append(progress.step, progress.tokens, values)
                 report.step(values, batch.tokens)
@@ -161,6 +156,17 @@ def train(
     if recorder is not None:
         recorder.checkpoints.wait()
     return stopping
+
+
+def evaluated(
+    config: Config, engine: Engine, validation: Batches, step: int, stop: StopRequest, unigram_cross_entropy: float
+) -> dict[str, float]:
+    """Validation metrics after `step` steps, through the layers that the last of them used; raises `StoppedError`."""
+    num_layers = num_layers_at(max(0, step - 1), config.training.depth_schedule, config.model.num_hidden_layers)
+    batches = validation.one_pass(config.training.evaluate.batches)
+    sums = engine.evaluate(batches, num_layers, lambda: stop.requested)
+    metrics = validation_metrics(sums, config.data.sentence_objective)
+    return metrics | {"validation/unigram_cross_entropy": unigram_cross_entropy}
 
 
 def _diverged(event: Event, batch: int, recorder: Recorder | None) -> DivergedError:
@@ -219,6 +225,23 @@ def _training_metrics(
     }
 
 
+def print_validation(step: int, values: dict[str, float], sentence_objective: str) -> None:
+    """A line on the validation metrics in `values`."""
+    accuracy = f"validation/{sentence_objective}_accuracy"
+    sentence = ""
+    if accuracy in values:
+        sentence = (
+            f", {sentence_objective.upper()} accuracy {values[accuracy]:.3f} "
+            f"± {values[accuracy + '_standard_error']:.3f}"
+        )
+    print(
+        f"step {step:>6,}  validation: MLM loss {values['validation/mlm_loss']:.3f} "
+        f"(unigram {values['validation/unigram_cross_entropy']:.3f}), "
+        f"MLM accuracy {values['validation/mlm_accuracy']:.3f}{sentence}",
+        flush=True,
+    )
+
+
 class _Reports:
     """A line on the terminal now and then, and at every evaluation."""
 
@@ -235,19 +258,7 @@ class _Reports:
         self._tokens += tokens
         step = self._progress.step
         if "validation/mlm_loss" in values:
-            accuracy = f"validation/{self._objective}_accuracy"
-            sentence = ""
-            if accuracy in values:
-                sentence = (
-                    f", {self._objective.upper()} accuracy {values[accuracy]:.3f} "
-                    f"± {values[accuracy + '_standard_error']:.3f}"
-                )
-            print(
-                f"step {step:>6,}  validation: MLM loss {values['validation/mlm_loss']:.3f} "
-                f"(unigram {values['validation/unigram_cross_entropy']:.3f}), "
-                f"MLM accuracy {values['validation/mlm_accuracy']:.3f}{sentence}",
-                flush=True,
-            )
+            print_validation(step, values, self._objective)
         elif now - self._reported >= REPORT_SECONDS or step == self._first_step + 1:
             left = (now - self._begin) / (step - self._first_step) * (self._last_step - step)
             loss = f"train/{self._objective}_loss"

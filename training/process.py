@@ -24,9 +24,9 @@ from data_prep.vocabulary import Vocabulary
 from training.batches import Batches, global_batch
 from training.checkpoint import Checkpoint, CheckpointWriter, drop_after, newest_complete
 from training.divergence import DivergedError, DivergenceWatch
-from training.engine import Engine, Resumed, State, deepspeed_config, join_processes
+from training.engine import Engine, Resumed, State, StoppedError, deepspeed_config, join_processes
 from training.evaluate import unigram_cross_entropy
-from training.loop import Progress, Recorder, StopRequest, train
+from training.loop import Progress, Recorder, StopRequest, evaluated, print_validation, train
 from training.plots import plot_losses
 from training.run_folder import CHECKPOINTS, CONFIG, RunFolder
 from training.tracking import (
@@ -72,38 +72,49 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         )
 
     validation = batches(validation_split, 0, (rank, world_size), fixed=True)
-    unigram = [float("nan")]
+    said = [float("nan"), False]
     if rank == 0:
-        whole_validation = batches(validation_split, 0, (0, 1), fixed=True)
-        unigram = [
-            unigram_cross_entropy(
-                train_split, whole_validation.one_pass(config.training.evaluate.batches), vocabulary.size
-            )
-        ]
-    # Every rank's watch must come to the same decisions.
-    dist.broadcast_object_list(unigram)
+        whole_validation = batches(validation_split, 0, (0, 1), fixed=True).one_pass(config.training.evaluate.batches)
+        said = [unigram_cross_entropy(train_split, whole_validation, vocabulary.size), folder.lacks_evaluation]
+    # Every rank must come to the same decisions.
+    dist.broadcast_object_list(said)
+    unigram, lacks_evaluation = said
     train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
     checkpoint, rollbacks = folder.checkpoint, None
     stop = recorder = tracker = None
     while True:
         engine = _engine(config, vocabulary.size, folder, checkpoint)
         progress = Progress.of_state(checkpoint.state) if checkpoint is not None else Progress()
+        late = {}
         if rollbacks is not None:
             progress = _lowered(config, progress, rollbacks)
+        elif lacks_evaluation:
+            if rank == 0:
+                print(
+                    f"training: the evaluation at step {progress.step:,}, which a stop prevented, is made", flush=True
+                )
+            stop = StopRequest()
+            try:
+                late = evaluated(config, engine, validation, progress.step, stop, unigram)
+            except StoppedError:
+                stopped = True
+                break
         watch_state = checkpoint.state.get("watch") if checkpoint is not None else None
-        watch = DivergenceWatch(unigram[0], config.training.warmup_steps, config.training.steps, watch_state)
+        watch = DivergenceWatch(unigram, config.training.warmup_steps, config.training.steps, watch_state)
         if rank == 0:
             try:
-                recorder, tracker = _start_recording(config, dataset, folder, progress)
+                recorder, tracker = _start_recording(config, dataset, folder, progress, late)
             except OSError as error:
                 raise ConfigError(f"{folder.path} cannot be written ({error}): make room, then start again") from None
             if rollbacks is None:
                 _print_start(config, dataset, folder, engine, world_size)
+            if late:
+                print_validation(progress.step, late, config.data.sentence_objective)
         status, stopped, diverged = "FAILED", False, None
         try:
             # Before the first step there is nothing to save: until here signals end the process.
             stop = stop or StopRequest()
-            stopped = train(config, engine, train_batches, validation, progress, stop, recorder, watch, unigram[0])
+            stopped = train(config, engine, train_batches, validation, progress, stop, recorder, watch, unigram)
             status = "KILLED" if stopped else "FINISHED"
         except DivergedError as error:
             # Without the frames, which would keep this engine while another is made.
@@ -218,7 +229,7 @@ def _check_same_start(folder: RunFolder) -> None:
 
 
 def _start_recording(
-    config: Config, dataset: Dataset, folder: RunFolder, progress: Progress
+    config: Config, dataset: Dataset, folder: RunFolder, progress: Progress, late: dict[str, float]
 ) -> tuple[Recorder, BackgroundRun]:
     folder.write_config(config)
     write_whole(folder.path / DEEPSPEED_CONFIG, json.dumps(deepspeed_config(config.training), indent=1) + "\n")
@@ -232,7 +243,7 @@ def _start_recording(
         **({DATA_RUN: data_run.read_text().strip()} if data_run.exists() else {}),
         **({GIT_COMMIT: commit} if commit else {}),
     }
-    metrics = MetricsFile(folder.path, progress.step)
+    metrics = MetricsFile(folder.path, progress.step, late)
     rollbacks = len(progress.rollbacks)
     name = f"{config.name} pretraining" + (f", rollback {rollbacks}" if rollbacks else "")
     params = flat(resolved(config))

@@ -10,6 +10,7 @@ from data_prep.files import write_whole
 from data_prep.plan import data_settings
 from data_prep.shards import Dataset
 from training.checkpoint import Checkpoint, named, newest_complete, opened
+from training.tracking import VALIDATION, read_metrics
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -66,13 +67,18 @@ def check_examples(dataset: Dataset) -> None:
 @dataclass(frozen=True)
 class RunFolder:
     """`runs/<name>` as found: its newest complete checkpoint, lines about newer ones that were passed over, and the
-    checkpoint of another run whose weights it started, or starts, with."""
+    checkpoint of another run whose weights it started, or starts, with.
+
+    `lacks_evaluation` where the run was told to stop before the evaluation after the checkpoint's step; it has not
+    `finished` without.
+    """
 
     path: Path
     checkpoint: Checkpoint | None
     passed_over: list[str]
     initial: Checkpoint | None
-    finished: bool
+    lacks_evaluation: bool = False
+    finished: bool = False
 
     @classmethod
     def open(cls, config: Config, dataset: Dataset, extend: bool) -> "RunFolder":
@@ -96,9 +102,10 @@ class RunFolder:
                 )
         elif checkpoint is not None and checkpoint.state.get("init_from"):
             initial = named(Path(checkpoint.state["init_from"]))
-        last_step = min(training.steps, training.stop_after or training.steps)
-        finished = checkpoint is not None and checkpoint.step >= last_step
-        return cls(path, checkpoint, passed_over, initial, finished)
+        step = checkpoint.step if checkpoint is not None else 0
+        lacks_evaluation = training.evaluates_after(step) and _has_no_evaluation(path, step)
+        finished = step >= training.last_step and not lacks_evaluation
+        return cls(path, checkpoint, passed_over, initial, lacks_evaluation, finished)
 
     def initial_weights(self) -> dict | None:
         """The weights the run starts with, by name, if it was given any; raises `ConfigError` where they are gone."""
@@ -109,6 +116,12 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         write_whole(self.path / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved(config))))
+
+
+def _has_no_evaluation(path: Path, step: int) -> bool:
+    """Whether there are metrics of `step`, and none of an evaluation among them."""
+    lines = (line for line in read_metrics(path) if line["step"] == step)
+    return any(not any(name.startswith(VALIDATION) for name in line) for line in lines)
 
 
 def check_former_config(config: Config, extend: bool) -> None:

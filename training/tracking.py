@@ -24,6 +24,8 @@ EVENTS = "events.jsonl"
 RUN_ID = "mlflow_run_id"
 PARENT_RUN = "mlflow.parentRunId"
 NOT_METRICS = ("step", "tokens", "time")
+VALIDATION = "validation/"
+"""What the names of an evaluation's metrics begin with."""
 SEND_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
 RETRY_SECONDS = 1.0
@@ -46,11 +48,16 @@ logger = logging.getLogger("tracking")
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run, cut back to the finished step that the run continues from."""
+    """`metrics.jsonl` of a run, cut back to the finished step that the run continues from.
 
-    def __init__(self, folder: Path, finished_step: int):
+    `late` are metrics of that step which were not to be had before.
+    """
+
+    def __init__(self, folder: Path, finished_step: int, late: dict[str, float] | None = None):
         self.path = folder / METRICS
         kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= finished_step]
+        if late:
+            kept[-1] = json.dumps(json.loads(kept[-1]) | _finite(late)) + "\n"
         write_whole(self.path, "".join(kept))
 
     def append(self, step: int, tokens: int, values: dict[str, float]) -> None:
@@ -58,13 +65,16 @@ class MetricsFile:
 
         What is not finite is left out: JSON has no numbers for it.
         """
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **finite}
+        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **_finite(values)}
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise OSError(f"{self.path} could not be written: {error}") from error
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class EventsFile:
@@ -227,6 +237,8 @@ class BackgroundRun:
     """Follows a run's `metrics.jsonl` and keeps MLflow up to it, in a thread that never raises into training."""
 
     FIRST_METRIC = "train/loss"
+    FIRST_VALIDATION_METRIC = f"{VALIDATION}unigram_cross_entropy"
+    """The evaluation of a step may come later than the rest, when its run goes on."""
 
     def __init__(
         self,
@@ -243,7 +255,7 @@ class BackgroundRun:
         self._first_after = first_after
         self._make_run = lambda: Run(folder, config, name, params, tags, rollbacks)
         self._run: Run | None = None
-        self._sent = 0
+        self._sent = self._sent_evaluations = 0
         self._position = 0
         self._unsure_what_was_taken = False
         self._answered = threading.Event()
@@ -304,11 +316,11 @@ class BackgroundRun:
     def _send_new(self) -> None:
         if self._run is None:
             run = self._make_run()
-            self._sent = max(self._first_after, run.last_step(self.FIRST_METRIC))
+            self._ask_what_was_taken(run)
             self._run = run
             self._answered.set()
         if self._unsure_what_was_taken:
-            self._sent = max(self._sent, self._run.last_step(self.FIRST_METRIC))
+            self._ask_what_was_taken(self._run)
             self._unsure_what_was_taken = False
         path = self._folder / METRICS
         if not path.exists():
@@ -318,8 +330,21 @@ class BackgroundRun:
             content = file.read()
         content = content[: content.rfind(b"\n") + 1]
         lines = [json.loads(line) for line in content.splitlines()]
-        new = [line for line in lines if line["step"] > self._sent]
+        new = [part for line in lines if (part := self._not_sent(line))]
         for begin in range(0, len(new), LINES_PER_CALL):
-            self._run.send(new[begin : begin + LINES_PER_CALL])
-            self._sent = new[begin : begin + LINES_PER_CALL][-1]["step"]
+            sent = new[begin : begin + LINES_PER_CALL]
+            self._run.send(sent)
+            self._sent = self._sent_evaluations = max(self._sent, sent[-1]["step"])
         self._position += len(content)
+
+    def _ask_what_was_taken(self, run: Run) -> None:
+        self._sent = max(self._sent, self._first_after, run.last_step(self.FIRST_METRIC))
+        self._sent_evaluations = max(self._first_after, run.last_step(self.FIRST_VALIDATION_METRIC))
+
+    def _not_sent(self, line: dict) -> dict | None:
+        """What MLflow lacks of `line`."""
+        if line["step"] > self._sent:
+            return line
+        if line["step"] <= self._sent_evaluations or self.FIRST_VALIDATION_METRIC not in line:
+            return None
+        return {name: value for name, value in line.items() if name in NOT_METRICS or name.startswith(VALIDATION)}

@@ -2,14 +2,17 @@
 
     curve_cases.py DATA CASES OUTPUT
 
-A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up, compiled_graphs}}, and
-beside it the final weights as `<name>.safetensors`. Before a restart the last rank wants to stop in the middle of a
-step, which is given up where it has more than two micro-batches.
+A case is {name, overrides, restart_at}; OUTPUT gets {name: {losses, gradient_norms, given_up, stops, compiled_graphs}},
+and beside it the final weights as `<name>.safetensors`. At a restart the last rank is told to stop: in an evaluation
+and, with more than two micro-batches, a step that would take too long, both of which are given up; then in the step
+after the restart, which is finished.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -50,20 +53,29 @@ def main() -> None:
         engine = Engine(config, vocabulary.size)
         torch._dynamo.reset()
         counters.clear()
-        losses, norms, given_up = [], [], False
+        losses, norms, given_up, stops = [], [], [], []
         for step in range(STEPS):
             batch = batches.epoch_batch(step)
             masked = engine.count_masked(batch).value()
             rate = learning_rate_at(step, training.learning_rate, training.warmup_steps, training.steps)
             num_layers = num_layers_at(step, training.depth_schedule, config.model.num_hidden_layers)
+            step_arguments = (step, batch, masked, rate, num_layers)
+            should_stop = partial(bool, step == case.get("restart_at") and rank == world_size - 1)
             if step == case.get("restart_at"):
-                if len(batch.micro_batches) > 2:
-                    given_up = _gives_up(engine, step, batch, masked, rate, num_layers, rank == world_size - 1)
+                if _is_given_up(partial(engine.evaluate, [batch], num_layers, should_stop)):
+                    given_up.append("evaluation")
+                with mock.patch("training.engine.SECONDS_TO_FINISH_A_STEP", -1.0):
+                    if len(batch.micro_batches) > 2 and _is_given_up(
+                        partial(engine.train_step, *step_arguments, should_stop)
+                    ):
+                        given_up.append("long step")
                 # On other ranks the state is empty, so each reads what rank 0 wrote, as from a checkpoint.
                 state = engine.gathered_state()
                 folder = Path(output).parent / f"{case['name']}-restart"
                 engine = _restarted(config, vocabulary.size, state, step, folder, rank)
-            sums, _ = engine.train_step(step, batch, masked, rate, num_layers)
+            sums, is_to_stop = engine.train_step(*step_arguments, should_stop)
+            if is_to_stop:
+                stops.append(step)
             losses.append(sums.mean_mlm_loss + sums.mean_sentence_loss)
             norms.append(engine.gradient_norm)
         weights = engine.gathered_state().weights
@@ -73,6 +85,7 @@ def main() -> None:
             "losses": losses,
             "gradient_norms": norms,
             "given_up": given_up,
+            "stops": stops,
             "compiled_graphs": counters["stats"]["unique_graphs"],
         }
     if rank == 0:
@@ -81,12 +94,11 @@ def main() -> None:
     os._exit(0)
 
 
-def _gives_up(engine, step, batch, masked, rate, num_layers, told_to_stop) -> bool:
-    with mock.patch("training.engine.SECONDS_TO_FINISH_A_STEP", -1.0):
-        try:
-            engine.train_step(step, batch, masked, rate, num_layers, lambda: told_to_stop)
-        except StoppedError:
-            return True
+def _is_given_up(work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except StoppedError:
+        return True
     return False
 
 

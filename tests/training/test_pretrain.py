@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -126,6 +127,35 @@ def test_a_finished_run_is_not_run_again(undisturbed):
     assert (undisturbed / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(undisturbed, tmp_path):
+    """As left behind by a signal between the last step and the end of the evaluation after it."""
+    shutil.copytree(undisturbed / "run", tmp_path / "run")
+    shutil.copy(undisturbed / "mlflow.db", tmp_path)
+    *others, last = metrics(undisturbed)
+    validation = {name: value for name, value in last.items() if name.startswith("validation/")}
+    without = {name: value for name, value in last.items() if name not in validation}
+    lines = [json.dumps(line) + "\n" for line in (*others, without)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
+        store.execute("delete from metrics where step = 40 and key like 'validation/%'")
+        store.execute("update runs set status = 'KILLED'")
+
+    elsewhere = {"training__output": f"{tmp_path}/run", "tracking__uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    command = ("-m", "training.pretrain", *settings(undisturbed, **elsewhere))
+    again = run(*command)
+    assert again.returncode == 0, again.stderr
+    assert "step     40  validation: MLM loss" in again.stdout
+    *kept, evaluated = metrics(tmp_path)
+    assert kept == others
+    assert {name: evaluated[name] for name in without} == without
+    assert evaluated == pytest.approx(last, rel=1e-5)
+    assert [step for _, step in mlflow_points(tmp_path, "validation/mlm_loss")] == [20, 40]
+    assert [step for _, step in mlflow_points(tmp_path)] == list(range(1, 41))
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
+    assert "nothing to do" in run(*command).stdout
+
+
 def test_what_aborts_at_the_interpreters_end_does_not_fail_a_finished_run(undisturbed, tmp_path, monkeypatch):
     """Threads of gloo do so now and then."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
@@ -233,14 +263,15 @@ def test_sigterm_within_a_long_step_ends_the_run_without_it_and_the_run_starts_a
     assert not list((folder / "run").glob("checkpoints/step-*"))
     again = run("-m", "training.pretrain", *long_steps, "--set", "training.global_batch_size=24")
     assert "training.global_batch_size (12000 -> 24)" in again.stderr
+    assert f"or remove {folder}/run, which has no checkpoint yet" in again.stderr
 
 
 @pytest.mark.parametrize(
-    ("stopped_in", "checkpoint_every", "checkpoints"),
-    [("step", 7, [7]), ("step", 5, [5, 7]), ("evaluation", 5, [5, 7])],
+    ("stopped_in", "checkpoint_every", "stop_after", "checkpoints"),
+    [("step", 7, 9, [7]), ("step", 5, 9, [5, 7]), ("evaluation", 5, 9, [5, 7]), ("evaluation", 5, 7, [5, 7])],
 )
 def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_step_once(
-    stopped_in, checkpoint_every, checkpoints
+    stopped_in, checkpoint_every, stop_after, checkpoints
 ):
     sums = LossSums(50.0, 1.0, 10, 1.0, 1.0, 2)
     saved, metrics = [], []
@@ -263,7 +294,6 @@ def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_st
         gathered_state=lambda: SimpleNamespace(weights={}, moments={}),
         loss_scale=dict,
     )
-    assert f"or remove {folder}/run, which has no checkpoint yet" in again.stderr
     batch = SimpleNamespace(tokens=20, padded_tokens=24)
     batches = SimpleNamespace(
         prefetched=lambda first, last: (batch for _ in range(first, last)), one_pass=lambda batches: iter(())
@@ -274,8 +304,10 @@ def test_a_run_stopped_within_a_step_or_an_evaluation_saves_the_last_finished_st
         SimpleNamespace(write=lambda step, *_: saved.append(step), wait=lambda: None),
         lambda progress: {},
     )
-    overrides = [f"training.checkpoint.every={checkpoint_every}", "training.evaluate.every=7"]
-    config = load_config(ROOT / "configs" / "demo.yaml", overrides)
+    overrides = {"checkpoint.every": checkpoint_every, "evaluate.every": 7, "stop_after": stop_after}
+    config = load_config(
+        ROOT / "configs" / "demo.yaml", [f"training.{name}={value}" for name, value in overrides.items()]
+    )
     progress = Progress(step=2)
     stop = SimpleNamespace(requested=True)
     watch = DivergenceWatch(6.0, 10, 1000)

@@ -14,8 +14,9 @@ from tests.small_run import ROOT, small_overrides
 from training import process
 from training.checkpoint import Checkpoint
 from training.divergence import DivergedError, Event
-from training.engine import join_processes
+from training.engine import StoppedError, join_processes
 from training.process import rate_warning, run_process
+from training.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,32 @@ def test_a_rollback_lets_go_of_the_diverged_engine_before_it_makes_another(small
     recorder = SimpleNamespace(events=SimpleNamespace(append=lambda _: None))
     monkeypatch.setattr(process, "_start_recording", lambda *_: (recorder, None))
     config, dataset = settings(small_data, training__on_divergence="rollback")
-    run_process(config, dataset, SimpleNamespace(checkpoint=None, path=tmp_path))
+    run_process(config, dataset, RunFolder(tmp_path, None, [], None))
     assert len(made) == 2
+
+
+def test_an_evaluation_that_is_made_up_for_may_be_stopped_as_well(small_data, tmp_path, alone, monkeypatch, capsys):
+    def evaluated(*_):
+        raise StoppedError
+
+    monkeypatch.setattr(process, "_engine", lambda *_: None)
+    monkeypatch.setattr(process, "evaluated", evaluated)
+    config, dataset = settings(small_data)
+    checkpoint = SimpleNamespace(step=20, state={"step": 20, "tokens": 9})
+    run_process(config, dataset, RunFolder(tmp_path, checkpoint, [], None, lacks_evaluation=True))
+    assert f"{tmp_path} stopped, saved at step 20" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(small_data, alone, monkeypatch):
     monkeypatch.setattr(process, "_engine", lambda *_: None)
 
-    def write_config(_):
+    def write_config(*_):
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(RunFolder, "write_config", write_config)
     config, dataset = settings(small_data)
-    folder = SimpleNamespace(checkpoint=None, path=Path("/runs/full"), write_config=write_config)
+    folder = RunFolder(Path("/runs/full"), None, [], None)
     with pytest.raises(ConfigError, match=r"/runs/full cannot be written .*No space left on device") as refused:
         run_process(config, dataset, folder)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Runs that start with the weights of another: which checkpoint that is, and what a model of another shape takes."""
+"""What a run's folder says of it, and the weights of another run that it starts with, also where shapes differ."""
 
 import shutil
 
@@ -12,6 +12,7 @@ from training.checkpoint import CheckpointWriter
 from training.engine import fitted_weights
 from training.model import Albert
 from training.run_folder import RunFolder
+from training.tracking import MetricsFile
 
 SHAPE = ModelConfig(
     hidden_size=16,
@@ -158,9 +159,31 @@ def test_a_run_that_went_on_still_knows_the_weights_it_started_with(dataset, tmp
         folder.initial_weights()
 
 
+@pytest.mark.parametrize(
+    ("step", "evaluated", "lacks_evaluation", "finished"),
+    [
+        (20, False, True, False),
+        (20, True, False, False),
+        (30, False, False, False),
+        (40, True, False, True),
+        (40, False, True, False),
+    ],
+)
+def test_a_run_that_was_stopped_before_an_evaluation_lacks_it(
+    dataset, tmp_path, step, evaluated, lacks_evaluation, finished
+):
+    write(dataset, tmp_path, step)
+    metrics = MetricsFile(tmp_path, 0)
+    for number in range(1, step + 1):
+        evaluation = {"validation/mlm_loss": 5.0} if number % 20 == 0 and (number < step or evaluated) else {}
+        metrics.append(number, number, {"train/loss": 6.0} | evaluation)
+    folder = RunFolder.open(config(dataset, tmp_path), dataset, extend=False)
+    assert (folder.lacks_evaluation, folder.finished) == (lacks_evaluation, finished)
+
+
 def test_a_deepspeed_setting_that_was_taken_away_is_a_change(dataset, tmp_path):
     both = "{prescale_gradients: true, gradient_predivide_factor: 2}"
-    RunFolder(tmp_path, None, [], None, False).write_config(config(dataset, tmp_path, deepspeed=both))
+    RunFolder(tmp_path, None, [], None).write_config(config(dataset, tmp_path, deepspeed=both))
     fewer = config(dataset, tmp_path, deepspeed="{gradient_predivide_factor: 2}")
     with pytest.raises(ConfigError, match=r"training.deepspeed.prescale_gradients \(True -> None\)"):
         RunFolder.open(fewer, dataset, extend=False)

@@ -160,13 +160,16 @@ def test_every_stage_micro_batch_restart_and_depth_follows_plain_torch(
     assert growing[0] != pytest.approx(reference[0], rel=1e-4)
     adamw = plain_curve(small_data, ADAMW["stage 0, adamw"])
     assert adamw[0] != pytest.approx(reference[0], rel=1e-4)
-    results, folder = trained(world_size, cases, restart_at=dict.fromkeys([*RESTARTED, *RESTARTED_ADAMW], 3))
+    restarted = [*RESTARTED, *RESTARTED_ADAMW]
+    results, folder = trained(world_size, cases, restart_at=dict.fromkeys(restarted, 3))
     assert set(results) == set(cases)
     for name, found in results.items():
         losses, norms, weights = growing if name in GROWING else adamw if "adamw" in name else reference
         assert found["losses"] == pytest.approx(losses, rel=1e-5), name
         assert found["gradient_norms"] == pytest.approx(norms, rel=1e-5), name
-        assert found["given_up"] or name not in RESTARTED
+        assert found["stops"] == ([3] if name in restarted else []), name
+        assert ("evaluation" in found["given_up"]) == (name in restarted), name
+        assert ("long step" in found["given_up"]) == (name in RESTARTED), name
         final = load_file(folder / f"{name}.safetensors")
         assert set(final) == set(weights)
         for key, expected in weights.items():

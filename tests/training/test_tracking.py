@@ -28,10 +28,10 @@ def config(tmp_path):
     )
 
 
-def points(folder) -> list[tuple[int, float]]:
+def points(folder, metric: str = "train/loss") -> list[tuple[int, float]]:
     with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as store:
-        query = "select step, value from metrics where key = 'train/loss' order by step"
-        return store.execute(query).fetchall()
+        query = "select step, value from metrics where key = ? order by step"
+        return store.execute(query, (metric,)).fetchall()
 
 
 def test_metrics_are_cut_back_to_the_step_a_run_continues_from(tmp_path):
@@ -94,6 +94,25 @@ def test_a_resumed_run_is_sent_only_the_steps_mlflow_does_not_have(tmp_path, con
     assert second.close("FINISHED", [], timeout=60)
     assert points(tmp_path) == [(step, float(step)) for step in range(1, 11)]
     assert (tmp_path / tracking.RUN_ID).read_text() == run_id
+
+
+def test_a_late_evaluation_joins_its_step_and_is_sent_by_itself(tmp_path, config):
+    evaluation = {"validation/mlm_loss": 3.0, "validation/unigram_cross_entropy": 4.0}
+    written = MetricsFile(tmp_path, 0)
+    first = BackgroundRun(tmp_path, config, "tracked", {}, TAGS)
+    written.append(1, 1, {"train/loss": 1.0} | evaluation)
+    written.append(2, 2, {"train/loss": 2.0})
+    assert first.close("KILLED", [], timeout=60)
+    continued = MetricsFile(tmp_path, 2, evaluation | {"validation/mlm_accuracy": float("nan")})
+    second = BackgroundRun(tmp_path, config, "tracked", {}, TAGS)
+    continued.append(3, 3, {"train/loss": 3.0})
+    assert second.close("FINISHED", [], timeout=60)
+    lines = list(read_metrics(tmp_path))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1] == {"step": 2, "tokens": 2, "time": lines[1]["time"], "train/loss": 2.0} | evaluation
+    assert points(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    for name, value in evaluation.items():
+        assert points(tmp_path, name) == [(1, value), (2, value)]
 
 
 def test_an_mlflow_that_never_answers_is_reported_and_stops_nothing(tmp_path, config, monkeypatch):
