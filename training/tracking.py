@@ -2,7 +2,7 @@
 
 `metrics.jsonl` is the truth: one JSON object a step, appended and flushed before anything else. A thread sends its
 lines to MLflow as they come; while MLflow cannot be reached, training goes on and the lines wait in the file. MLflow's
-history only grows: after a resume it is sent the steps beyond the last it has.
+history only grows: after a resume it is sent the steps, and the evaluations, beyond the last it has.
 """
 
 import contextlib
@@ -236,9 +236,9 @@ class Run:
 class BackgroundRun:
     """Follows a run's `metrics.jsonl` and keeps MLflow up to it, in a thread that never raises into training."""
 
-    FIRST_METRIC = "train/loss"
-    FIRST_VALIDATION_METRIC = f"{VALIDATION}unigram_cross_entropy"
-    """The evaluation of a step may come later than the rest, when its run goes on."""
+    STEP_METRIC = "train/loss"
+    EVALUATION_METRIC = f"{VALIDATION}unigram_cross_entropy"
+    """Of every evaluation, also where losses are not finite. It may come later than the rest of its step."""
 
     def __init__(
         self,
@@ -334,17 +334,18 @@ class BackgroundRun:
         for begin in range(0, len(new), LINES_PER_CALL):
             sent = new[begin : begin + LINES_PER_CALL]
             self._run.send(sent)
-            self._sent = self._sent_evaluations = max(self._sent, sent[-1]["step"])
+            self._sent = max(self._sent, sent[-1]["step"])
+            self._sent_evaluations = max(self._sent_evaluations, sent[-1]["step"])
         self._position += len(content)
 
     def _ask_what_was_taken(self, run: Run) -> None:
-        self._sent = max(self._sent, self._first_after, run.last_step(self.FIRST_METRIC))
-        self._sent_evaluations = max(self._first_after, run.last_step(self.FIRST_VALIDATION_METRIC))
+        self._sent = max(self._sent, self._first_after, run.last_step(self.STEP_METRIC))
+        self._sent_evaluations = max(self._first_after, run.last_step(self.EVALUATION_METRIC))
 
     def _not_sent(self, line: dict) -> dict | None:
         """What MLflow lacks of `line`."""
         if line["step"] > self._sent:
             return line
-        if line["step"] <= self._sent_evaluations or self.FIRST_VALIDATION_METRIC not in line:
+        if line["step"] <= self._sent_evaluations or self.EVALUATION_METRIC not in line:
             return None
         return {name: value for name, value in line.items() if name in NOT_METRICS or name.startswith(VALIDATION)}

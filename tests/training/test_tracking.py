@@ -115,6 +115,26 @@ def test_a_late_evaluation_joins_its_step_and_is_sent_by_itself(tmp_path, config
         assert points(tmp_path, name) == [(1, value), (2, value)]
 
 
+def test_evaluations_of_steps_that_mlflow_had_from_before_a_kill_are_sent(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(tracking, "SEND_SECONDS", 0.05)
+    written = MetricsFile(tmp_path, 0)
+    killed = BackgroundRun(tmp_path, config, "tracked", {}, TAGS)
+    for step in range(1, 6):
+        written.append(step, step, {"train/loss": 1.0})
+    assert killed.close("KILLED", [], timeout=60)
+    continued = MetricsFile(tmp_path, 2)
+    again = BackgroundRun(tmp_path, config, "tracked", {}, TAGS)
+    for step in (3, 4, 5, 6):
+        continued.append(step, step, {"train/loss": 1.0, "validation/unigram_cross_entropy": 4.0})
+        deadline = time.monotonic() + 60
+        while len(points(tmp_path, "validation/unigram_cross_entropy")) < step - 2:
+            assert time.monotonic() < deadline, step
+            time.sleep(0.1)
+    assert again.close("FINISHED", [], timeout=60)
+    assert [step for step, _ in points(tmp_path, "validation/unigram_cross_entropy")] == [3, 4, 5, 6]
+    assert [step for step, _ in points(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_an_mlflow_that_never_answers_is_reported_and_stops_nothing(tmp_path, config, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     unreachable = config.model_copy(
