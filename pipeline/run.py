@@ -27,13 +27,13 @@ def run_pipeline(config: Config, config_path: str, overrides: list[str], extend:
     """Prepare, track the data, pretrain, and sum up; raises `ConfigError`, and exits with a failed step's code."""
     if hostfile is not None and not Path(hostfile).is_file():
         raise ConfigError(f"hostfile {hostfile} not found")
-    check_former_config(config, extend)
     for folder in (config.data.output, config.training.output):
         holder = lock_holder(folder)
         if holder is not None:
             raise ConfigError(
                 f"{folder} is being written by process {holder}: wait for it, or stop it (kill {holder}) first"
             )
+    check_former_config(config, extend)
     console = Console(highlight=False)
     settings = ["--config", config_path, *(part for override in overrides for part in ("--set", override))]
     seconds: dict[str, float | None] = {"data": None, "training": None}

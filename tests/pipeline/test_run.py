@@ -203,7 +203,7 @@ def test_a_second_start_while_the_first_runs_is_refused(finished):
     )
     holder.stdout.readline()
     try:
-        result = run(*pipeline(folder, training__steps="80"), "--extend")
+        result = run(*pipeline(folder, training__learning_rate="0.1"))
         assert result.returncode != 0
         assert result.stderr.strip() == (
             f"error: {folder}/run is being written by process {holder.pid}: "
