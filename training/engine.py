@@ -175,8 +175,8 @@ class Engine:
         self._has_dropout = config.model.hidden_dropout_prob > 0 or config.model.attention_probs_dropout_prob > 0
         self._zero_stage = training.zero_stage
         self._clipping = training.gradient_clipping if _clips_itself(training) else 0.0
-        # A stream of its own for votes: else their values waited for all that is queued on a GPU.
-        self._votes = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # Without a stream of their own the values of counts waited for all that is queued on a GPU.
+        self._count_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._create_moments()
         self._set_whole(State(weights, resumed.state.moments if resumed is not None else {}))
         if resumed is not None:
@@ -292,7 +292,7 @@ class Engine:
             torch._foreach_mul_(gradients, self._clipping / (self.gradient_norm + 1e-6))
 
     def _count(self, here: int) -> "PendingCount":
-        return PendingCount(here, self.device, self._votes)
+        return PendingCount(here, self.device, self._count_stream)
 
     def _losses(self, micro_batch: MicroBatch, num_layers: int | None = None) -> PretrainingLosses:
         batch = micro_batch.to(self.device)

@@ -72,27 +72,32 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
         )
 
     validation = batches(validation_split, 0, (rank, world_size), fixed=True)
-    said = [float("nan"), False]
+    decided = [float("nan"), False]
     if rank == 0:
         whole_validation = batches(validation_split, 0, (0, 1), fixed=True).one_pass(config.training.evaluate.batches)
-        said = [unigram_cross_entropy(train_split, whole_validation, vocabulary.size), folder.lacks_evaluation]
+        decided = [unigram_cross_entropy(train_split, whole_validation, vocabulary.size), folder.lacks_evaluation]
     # Every rank must come to the same decisions.
-    dist.broadcast_object_list(said)
-    unigram, lacks_evaluation = said
+    dist.broadcast_object_list(decided)
+    unigram, lacks_evaluation = decided
     train_batches = batches(train_split, config.seed, (rank, world_size), fixed=False)
     checkpoint, rollbacks = folder.checkpoint, None
     stop = recorder = tracker = None
     while True:
         engine = _engine(config, vocabulary.size, folder, checkpoint)
         progress = Progress.of_state(checkpoint.state) if checkpoint is not None else Progress()
+        if rank == 0 and rollbacks is None:
+            _print_start(config, dataset, folder, engine, world_size)
         late = {}
         if rollbacks is not None:
             progress = _lowered(config, progress, rollbacks)
         elif lacks_evaluation:
             if rank == 0:
                 print(
-                    f"training: the evaluation at step {progress.step:,}, which a stop prevented, is made", flush=True
+                    f"training: the evaluation due at step {progress.step:,} is missing and made first "
+                    "(training.evaluate.batches can shorten it)",
+                    flush=True,
                 )
+            # Before an evaluation or a step there is nothing to stop: until here signals end the process.
             stop = StopRequest()
             try:
                 late = evaluated(config, engine, validation, progress.step, stop, unigram)
@@ -106,13 +111,10 @@ def run_process(config: Config, dataset: Dataset, folder: RunFolder) -> None:
                 recorder, tracker = _start_recording(config, dataset, folder, progress, late)
             except OSError as error:
                 raise ConfigError(f"{folder.path} cannot be written ({error}): make room, then start again") from None
-            if rollbacks is None:
-                _print_start(config, dataset, folder, engine, world_size)
             if late:
                 print_validation(progress.step, late, config.data.sentence_objective)
         status, stopped, diverged = "FAILED", False, None
         try:
-            # Before the first step there is nothing to save: until here signals end the process.
             stop = stop or StopRequest()
             stopped = train(config, engine, train_batches, validation, progress, stop, recorder, watch, unigram)
             status = "KILLED" if stopped else "FINISHED"

@@ -69,8 +69,8 @@ class RunFolder:
     """`runs/<name>` as found: its newest complete checkpoint, lines about newer ones that were passed over, and the
     checkpoint of another run whose weights it started, or starts, with.
 
-    `lacks_evaluation` where the run was told to stop before the evaluation after the checkpoint's step; it has not
-    `finished` without.
+    `lacks_evaluation` where one is due after the checkpoint's step and the metrics have none, since the run was told to
+    stop before it; the run has not `finished` without.
     """
 
     path: Path
