@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -336,12 +336,13 @@ class Vocabulary:
         token_ends = np.cumsum(counts)
         word_numbers = np.searchsorted(word_ends, sentence_ends)
         ends = token_ends[word_numbers]
-        for place in np.flatnonzero(word_ends[word_numbers] != sentence_ends):
-            word = word_numbers[place]
+        within_words = np.flatnonzero(word_ends[word_numbers] != sentence_ends)
+        for word, places in groupby(within_words, key=word_numbers.__getitem__):
             first = token_ends[word] - counts[word]
             reached = self._characters_reached(words[word], ids[first : token_ends[word]])
-            within = sentence_ends[place] - (word_ends[word] - lengths[word])
-            ends[place] = min(first + np.searchsorted(reached, within) + 1, token_ends[word])
+            for place in places:
+                within = sentence_ends[place] - (word_ends[word] - lengths[word])
+                ends[place] = min(first + np.searchsorted(reached, within) + 1, token_ends[word])
         return np.unique(ends)
 
     def _characters_reached(self, word: str, ids: np.ndarray) -> np.ndarray:

@@ -33,23 +33,38 @@ LONG_TEXTS: dict[str, Callable[[random.Random, int], str]] = {
 }
 
 
+def seconds_taken_by(text: str, new_maker: Callable[[], ExampleMaker]) -> float:
+    """The least CPU time of three that a maker takes for a document with `text`."""
+    taken = []
+    for _ in range(3):
+        maker = new_maker()
+        begin = time.process_time()
+        maker.add(Document(text, "place"))
+        maker.take_rows()
+        taken.append(time.process_time() - begin)
+        assert maker.counts.used == 1
+    return min(taken)
+
+
 @pytest.mark.parametrize("kind", LONG_TEXTS)
 @pytest.mark.parametrize("settings", [{}, {"sentence_objective": "none", "max_length": 32}], ids=["pairs", "texts"])
 def test_the_time_of_a_document_is_linear_in_its_length(vocabulary, data_config, kind, settings):
     def seconds(characters: int) -> float:
-        document = Document(LONG_TEXTS[kind](random.Random(1), characters), "place")
-        taken = []
-        for _ in range(3):
-            maker = ExampleMaker(vocabulary, data_config(**settings), seed=1)
-            begin = time.process_time()
-            maker.add(document)
-            maker.take_rows()
-            taken.append(time.process_time() - begin)
-            assert maker.counts.used == 1
-        return min(taken)
+        text = LONG_TEXTS[kind](random.Random(1), characters)
+        return seconds_taken_by(text, lambda: ExampleMaker(vocabulary, data_config(**settings), seed=1))
 
     seconds(10_000)
     assert seconds(200_000) < 8 * seconds(50_000) + 0.1
+
+
+def test_the_time_of_text_without_white_space_depends_little_on_its_sentences(vocabulary, data_config):
+    def seconds(text: str) -> float:
+        return seconds_taken_by(text, lambda: ExampleMaker(vocabulary, data_config(), seed=1))
+
+    text = LONG_TEXTS["han"](random.Random(1), 100_000)
+    one_sentence = text.replace("。", "的")
+    seconds(text[:5000])
+    assert seconds(text) < 5 * seconds(one_sentence) + 0.5
 
 
 @pytest.mark.parametrize(("max_length", "words"), [(8, 4), (8, 20_000), (512, 4), (512, 20_000)])
