@@ -152,7 +152,6 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(undisturbed, tmp_pat
     assert [step for _, step in mlflow_points(tmp_path)] == list(range(1, 41))
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
         assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
-    assert "nothing to do" in run("-m", "training.pretrain", *settings(undisturbed, **elsewhere)).stdout
 
 
 def test_what_aborts_at_the_interpreters_end_does_not_fail_a_finished_run(undisturbed, tmp_path, monkeypatch):
