@@ -54,7 +54,14 @@ def run_pipeline(config: Config, config_path: str, overrides: list[str], extend:
         arguments = [*settings, *(["--extend"] if extend else [])]
         command = [*_launcher(config, hostfile), "--module", "training.pretrain", *arguments]
         seconds["training"] = _run_step("training", command, config.training.output, console)
-    print_summary(config, dataset, RunFolder.open(config, dataset, extend), seconds, console)
+        folder = RunFolder.open(config, dataset, extend)
+        if not folder.finished:
+            raise ConfigError(_interrupted("training"))
+    print_summary(config, dataset, folder, seconds, console)
+
+
+def _interrupted(name: str) -> str:
+    return f"{name} was interrupted; the same command goes on from what it had saved"
 
 
 def _launcher(config: Config, hostfile: str | None) -> list[str]:
@@ -107,7 +114,7 @@ def _run_step(name: str, command: list[str], output: str, console: Console) -> f
         for number, handler in former.items():
             signal.signal(number, handler)
     if interrupted:
-        raise ConfigError(f"{name} was interrupted; the same command goes on from what it had saved")
+        raise ConfigError(_interrupted(name))
     if code:
         raise ConfigError(f"{name} failed (exit code {code}); its messages are above")
     return time.monotonic() - begin

@@ -11,10 +11,12 @@ import time
 import pytest
 from rich.console import Console
 
+from configs.schema import ConfigError, load_config
+from pipeline import run as pipeline_run
 from pipeline.evaluation import evaluate_checkpoint
-from pipeline.run import count_gpus
+from pipeline.run import count_gpus, run_pipeline
 from tests.ports import free_port
-from tests.small_run import ROOT, run, settings, write_corpus
+from tests.small_run import ROOT, run, settings, small_overrides, write_corpus
 
 
 def pipeline(folder, **overrides) -> list[str]:
@@ -108,6 +110,17 @@ def test_mlflow_serves_the_data_run_and_the_training_run_with_their_curve(finish
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()
+
+
+def test_training_that_ended_early_without_an_error_does_not_count_as_done(finished, tmp_path, monkeypatch, capsys):
+    """As where SIGTERM was sent to the training processes."""
+    folder, _ = finished
+    overrides = small_overrides(folder, training__output=f"{tmp_path}/run")
+    path = ROOT / "configs" / "demo.yaml"
+    monkeypatch.setattr(pipeline_run, "_run_step", lambda *_: 1.0)
+    with pytest.raises(ConfigError, match="training was interrupted; the same command goes on"):
+        run_pipeline(load_config(path, overrides), str(path), overrides, extend=False, hostfile=None)
+    assert "look further" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [("-1", 0), ("", 0), ("0,3", 2), ("0,-1", 1)])
