@@ -28,7 +28,9 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     On the data set it was trained on, or the one in `data`; on at most `batches` global batches of it. Raises
     `ConfigError`.
     """
-    checkpoint = opened(path)
+    checkpoint, passed_over = opened(path)
+    for line in passed_over:
+        console.print(f"passed over {line}", soft_wrap=True)
     config = validate_config(checkpoint.state["config"], source=str(checkpoint.path))
     objective = config.data.sentence_objective
     dataset = Dataset.open(config.data.output if data is None else data)

@@ -80,6 +80,11 @@ def newest_complete(folder: Path, last_step: int | None = None) -> tuple[Checkpo
     return None, passed_over
 
 
+def once_complete(folder: Path) -> bool:
+    """Whether a checkpoint in `folder` has a marker, whole or damaged: a kill in the first writing leaves none."""
+    return any((path / MARKER).exists() for _, path in _found(folder))
+
+
 def drop_after(folder: Path, step: int) -> None:
     """Remove the checkpoints in `folder` that are newer than `step`, the newest first."""
     for _, path in sorted((found for found in _found(folder) if found[0] > step), reverse=True):
@@ -91,18 +96,19 @@ def named(path: Path) -> Checkpoint:
     return Checkpoint(path, int(NAME.fullmatch(path.name)[1]))
 
 
-def opened(path: Path) -> Checkpoint:
-    """The complete checkpoint at `path`, or the newest in the run `path`; raises `ConfigError`."""
+def opened(path: Path) -> tuple[Checkpoint, list[str]]:
+    """The complete checkpoint at `path`, or the newest in the run `path` and a line for each newer one that was passed
+    over; raises `ConfigError`."""
     if NAME.fullmatch(path.name):
         reason = incompleteness(path)
         if reason is not None:
             raise ConfigError(f"{path} is no complete checkpoint: {reason}")
-        return named(path)
+        return named(path), []
     checkpoint, passed_over = newest_complete(path / "checkpoints")
     if checkpoint is None:
         found = f" ({'; '.join(passed_over)})" if passed_over else ""
         raise ConfigError(f"no complete checkpoint in {path / 'checkpoints'}{found}")
-    return checkpoint
+    return checkpoint, passed_over
 
 
 class CheckpointWriter:

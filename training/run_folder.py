@@ -9,7 +9,7 @@ from configs.schema import Config, ConfigError, flat, read_yaml, resolved, valid
 from data_prep.files import write_whole
 from data_prep.plan import data_settings
 from data_prep.shards import Dataset
-from training.checkpoint import Checkpoint, named, newest_complete, opened
+from training.checkpoint import Checkpoint, named, newest_complete, once_complete, opened
 from training.tracking import VALIDATION, read_metrics
 
 CONFIG = "config.yaml"
@@ -87,6 +87,11 @@ class RunFolder:
         path = Path(training.output)
         check_former_config(config, extend)
         checkpoint, passed_over = newest_complete(path / CHECKPOINTS)
+        if checkpoint is None and once_complete(path / CHECKPOINTS):
+            raise ConfigError(
+                f"no checkpoint of {path} is whole any more ({'; '.join(passed_over)}): restore one, or remove "
+                f"{path / CHECKPOINTS} to start over"
+            )
         if checkpoint is not None and checkpoint.state["data"]["digest"] != dataset.digest:
             raise ConfigError(
                 f"{path} was trained on other data than {dataset.folder} now holds: name another training.output, "
@@ -94,7 +99,8 @@ class RunFolder:
             )
         initial = None
         if checkpoint is None and training.init_from:
-            initial = opened(Path(training.init_from))
+            initial, not_taken = opened(Path(training.init_from))
+            passed_over = passed_over + not_taken
             if initial.state["data"]["vocabulary"] != dataset.manifest["vocabulary"]["digest"]:
                 raise ConfigError(
                     f"{initial.path} was trained with another vocabulary than that of {dataset.folder}: "
@@ -112,7 +118,7 @@ class RunFolder:
         if self.initial is None:
             return None
         # A run that goes on did not look at them when it was opened.
-        return (self.initial if self.checkpoint is None else opened(self.initial.path)).weights()
+        return (self.initial if self.checkpoint is None else opened(self.initial.path)[0]).weights()
 
     def write_config(self, config: Config) -> None:
         write_whole(self.path / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved(config))))

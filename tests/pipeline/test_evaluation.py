@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import shutil
@@ -64,6 +65,16 @@ def test_another_checkpoint_can_be_named_and_is_shown_as_a_table(trained):
     assert str(path) in result.stdout.replace("\n", "")
     assert "sop accuracy" in result.stdout
     assert "±" in result.stdout
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(trained, tmp_path):
+    shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
+    damaged = max((tmp_path / "checkpoints").iterdir())
+    (damaged / "weights.safetensors").write_bytes(b"")
+    console = Console(record=True, quiet=False, file=io.StringIO(), width=80)
+    figures = evaluate_checkpoint(tmp_path, None, 1, console)
+    assert figures["step"] < int(damaged.name.removeprefix("step-"))
+    assert f"passed over {damaged}: " in console.export_text()
 
 
 def test_a_checkpoint_is_evaluated_on_data_that_was_prepared_otherwise(trained, small_data, tmp_path):

@@ -116,9 +116,9 @@ def test_opening_a_run_or_a_checkpoint_names_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         opened(tmp_path / "run")
     write(tmp_path / "run" / "checkpoints", 5)
-    assert opened(tmp_path / "run").step == 5
+    assert opened(tmp_path / "run")[0].step == 5
     path = tmp_path / "run" / "checkpoints" / "step-00000005"
-    assert opened(path).step == 5
+    assert opened(path)[0].step == 5
     (path / module.WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"step-00000005 .*weights.safetensors is missing"):
         opened(path)

@@ -124,6 +124,7 @@ def test_a_run_starts_with_a_runs_newest_complete_checkpoint_or_the_one_named(da
     ):
         folder = RunFolder.open(config(dataset, tmp_path / "new", init_from), dataset, extend=False)
         assert (folder.checkpoint, folder.finished) == (None, False)
+        assert ["step-00000015: " in line for line in folder.passed_over] == ([True] if step == 10 else [])
         assert folder.initial_weights()["w"].tolist() == [step, step]
     assert RunFolder.open(config(dataset, tmp_path / "new"), dataset, extend=False).initial_weights() is None
 
@@ -142,6 +143,22 @@ def test_what_no_run_can_start_with_is_refused_by_name(dataset, tmp_path):
         with pytest.raises(ConfigError, match=message) as refused:
             RunFolder.open(config(dataset, tmp_path / "new", init_from), dataset, extend=False)
         assert "\n" not in str(refused.value)
+
+
+def test_a_run_all_of_whose_checkpoints_were_damaged_is_not_started_over_unasked(dataset, tmp_path):
+    write(dataset, tmp_path, 5, 10)
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    for path in checkpoints:
+        (path / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"no checkpoint of {tmp_path} is whole any more .*: restore one") as refused:
+        RunFolder.open(config(dataset, tmp_path), dataset, extend=False)
+    assert all(str(path) in str(refused.value) for path in checkpoints)
+    assert "\n" not in str(refused.value)
+    # What a kill within the first writing leaves behind was never whole.
+    for path in checkpoints:
+        (path / "COMPLETE").unlink()
+    folder = RunFolder.open(config(dataset, tmp_path), dataset, extend=False)
+    assert (folder.checkpoint, len(folder.passed_over)) == (None, 2)
 
 
 def test_a_run_that_went_on_still_knows_the_weights_it_started_with(dataset, tmp_path):
