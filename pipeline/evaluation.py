@@ -30,7 +30,7 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     """
     checkpoint, passed_over = opened(path)
     for line in passed_over:
-        console.print(f"passed over {line}", soft_wrap=True)
+        console.print(f"passed over {line}", soft_wrap=True, markup=False)
     config = validate_config(checkpoint.state["config"], source=str(checkpoint.path))
     objective = config.data.sentence_objective
     dataset = Dataset.open(config.data.output if data is None else data)

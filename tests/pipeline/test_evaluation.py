@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(trained, tmp_path):
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
     damaged = max((tmp_path / "checkpoints").iterdir())
     (damaged / "weights.safetensors").write_bytes(b"")
-    console = Console(record=True, quiet=False, file=io.StringIO(), width=80)
+    console = Console(record=True, file=io.StringIO(), width=80)
     figures = evaluate_checkpoint(tmp_path, None, 1, console)
     assert figures["step"] < int(damaged.name.removeprefix("step-"))
     assert f"passed over {damaged}: " in console.export_text()
