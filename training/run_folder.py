@@ -100,7 +100,7 @@ class RunFolder:
         initial = None
         if checkpoint is None and training.init_from:
             initial, not_taken = opened(Path(training.init_from))
-            passed_over = passed_over + not_taken
+            passed_over += not_taken
             if initial.state["data"]["vocabulary"] != dataset.manifest["vocabulary"]["digest"]:
                 raise ConfigError(
                     f"{initial.path} was trained with another vocabulary than that of {dataset.folder}: "
@@ -126,8 +126,9 @@ class RunFolder:
 
 def _has_no_evaluation(path: Path, step: int) -> bool:
     """Whether there are metrics of `step`, and none of an evaluation among them."""
-    lines = (line for line in read_metrics(path) if line["step"] == step)
-    return any(not any(name.startswith(VALIDATION) for name in line) for line in lines)
+    return any(
+        line["step"] == step and not any(name.startswith(VALIDATION) for name in line) for line in read_metrics(path)
+    )
 
 
 def check_former_config(config: Config, extend: bool) -> None:
@@ -154,7 +155,7 @@ def check_former_config(config: Config, extend: bool) -> None:
     if changed:
         keys = ", ".join(f"{key} ({old.get(key)!r} -> {new.get(key)!r})" for key in changed[:3])
         remedy = f"or remove {file.parent}, which has no checkpoint yet"
-        if any((file.parent / CHECKPOINTS).glob("step-*")):
+        if once_complete(file.parent / CHECKPOINTS):
             remedy = "(training.init_from takes over its weights), or restore them"
         raise ConfigError(
             f"{file.parent} holds a run with other settings: {keys}: name another training.output {remedy}"

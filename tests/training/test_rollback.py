@@ -17,7 +17,7 @@ from configs.schema import load_config
 from data_prep.shards import Dataset
 from tests.small_run import ROOT, launched, run, settings
 from training.batches import global_batch
-from training.checkpoint import named
+from training.checkpoint import opened
 from training.divergence import DivergedError, DivergenceWatch
 from training.engine import loss_scale_of, set_loss_scale
 from training.evaluate import LossSums
@@ -220,7 +220,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_rate_and_example
 
     assert 0 < event["checkpoint"] <= event["healthy_step"]
     assert f"the checkpoint of step {event['checkpoint']} is kept" in error
-    weights = named(folder / "run" / "checkpoints" / f"step-{event['checkpoint']:08d}").weights()
+    weights = opened(folder / "run" / "checkpoints" / f"step-{event['checkpoint']:08d}")[0].weights()
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
