@@ -17,7 +17,7 @@ from training.checkpoint import opened
 from training.evaluate import summed_losses, unigram_cross_entropy, validation_metrics
 from training.model import Albert, PretrainingLosses, pretraining_losses
 from training.run_folder import check_data, check_examples
-from training.schedule import num_layers_at
+from training.schedule import num_layers_after
 
 MICRO_BATCH_TOKENS = 16384
 
@@ -49,8 +49,7 @@ def evaluate_checkpoint(path: Path, data: str | None, batches: int | None, conso
     model.load_state_dict(checkpoint.weights())
     model.to(device).eval()
 
-    last_step = max(0, checkpoint.step - 1)
-    num_layers = num_layers_at(last_step, config.training.depth_schedule, config.model.num_hidden_layers)
+    num_layers = num_layers_after(checkpoint.step, config.training.depth_schedule, config.model.num_hidden_layers)
 
     def losses(micro_batch: MicroBatch) -> PretrainingLosses:
         batch = micro_batch.to(device)

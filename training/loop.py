@@ -13,7 +13,7 @@ from training.checkpoint import CheckpointWriter
 from training.divergence import DivergedError, DivergenceWatch, Event, not_finite, overflowed
 from training.engine import Engine, StoppedError
 from training.evaluate import LossSums, validation_metrics
-from training.schedule import learning_rate_at, num_layers_at
+from training.schedule import learning_rate_at, num_layers_after, num_layers_at
 from training.tracking import EventsFile, MetricsFile
 
 REPORT_SECONDS = 10.0
@@ -104,7 +104,7 @@ def train(
             pending = engine.count_masked(following) if following else None
             rate = learning_rate_at(progress.step, peak, training.warmup_steps, training.steps)
             num_layers = num_layers_at(progress.step, *depths)
-            if num_layers != num_layers_at(max(0, progress.step - 1), *depths):
+            if num_layers != num_layers_after(progress.step, *depths):
                 # A deeper model starts with a higher loss.
                 watch.forget_level()
             try:
@@ -162,7 +162,7 @@ def evaluated(
     config: Config, engine: Engine, validation: Batches, step: int, stop: StopRequest, unigram_cross_entropy: float
 ) -> dict[str, float]:
     """Validation metrics after `step` steps, through the layers that the last of them used; raises `StoppedError`."""
-    num_layers = num_layers_at(max(0, step - 1), config.training.depth_schedule, config.model.num_hidden_layers)
+    num_layers = num_layers_after(step, config.training.depth_schedule, config.model.num_hidden_layers)
     batches = validation.one_pass(config.training.evaluate.batches)
     sums = engine.evaluate(batches, num_layers, lambda: stop.requested)
     metrics = validation_metrics(sums, config.data.sentence_objective)

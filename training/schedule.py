@@ -24,3 +24,8 @@ def num_layers_at(step: int, depth_schedule: Sequence[DepthConfig], num_hidden_l
         if step < end:
             return stage.num_layers
     return num_hidden_layers
+
+
+def num_layers_after(steps: int, depth_schedule: Sequence[DepthConfig], num_hidden_layers: int) -> int:
+    """The layers that the last of so many `steps` passed through; before the first those that it will."""
+    return num_layers_at(max(0, steps - 1), depth_schedule, num_hidden_layers)
